@@ -1,0 +1,40 @@
+"""Chained 64-bit names of full blocks of tokens.
+
+    key_i = xxh3_64(tokens of block i, seed = key_(i-1)),  key_(-1) = the namespace's seed
+
+Equal keys mean equal tokens from block 0 on, in one namespace, but for collisions: the directory is advisory, and
+what is reused is decided by the engine on its own full hash. Only full blocks have keys.
+
+Owns: nothing.   Must not know: how namespaces are made.
+Units: tokens u32 LE (4 bytes each), keys u64 LE (8 bytes each).   Source: facts: 240 us for 32k tokens in blocks of
+16."""
+
+import struct
+
+import xxhash
+
+_xxh3 = xxhash.xxh3_64_intdigest
+
+
+def chain(tokens: bytes | memoryview, block_size: int, seed: int) -> bytes:
+    """Keys of all full blocks of `tokens`, in order: 8 bytes (u64 LE) a block; empty below one block."""
+    width = 4 * block_size
+    count = len(tokens) // width
+    keys = []
+    key = seed
+    view = memoryview(tokens)
+    for start in range(0, count * width, width):
+        key = _xxh3(view[start : start + width], key)
+        keys.append(key)
+    return struct.pack(f"<{count}Q", *keys)
+
+
+def extend(tokens: bytes | memoryview, seed: int) -> int:
+    """The key of one full block whose parent's key (or the namespace's seed) is `seed`."""
+    return _xxh3(tokens, seed)
+
+
+def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
+    """How many leading blocks of a prompt an engine can ever serve from cache: it always computes at least one
+    token."""
+    return max(0, prompt_tokens - 1) // block_size

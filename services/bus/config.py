@@ -1,0 +1,172 @@
+"""One TOML file and environment overrides, decoded and checked into one frozen Struct.
+
+`PREFIXBUS_ROUTER__LOOKUP_TIMEOUT_MS=20` overrides `[router] lookup_timeout_ms`. An unknown key or a bad value is an
+error that names it. Secrets are never here: they are files in `creds/`, by name.
+
+Owns: every default, explained where it stands.   Must not know: what a service does with its section."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from .errors import ConfigInvalid
+
+ENV_PREFIX = "PREFIXBUS_"
+
+_Positive = Annotated[int, Meta(gt=0)]
+_PositiveMs = Annotated[float, Meta(gt=0)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the config file."""
+
+
+class NatsSection(Section, frozen=True):
+    """Where the bus is."""
+
+    url: str = "nats://127.0.0.1:4222"
+    # Of the server; the largest internal message is a Route with 2M tokens' ids (DESIGN 2).
+    max_payload: _Positive = 8 * 1024 * 1024
+
+
+class HttpSection(Section, frozen=True):
+    """Where each service serves /metrics, /healthz and /readyz; port 0 takes a free one and says which in `run/`."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
+class LimitsSection(Section, frozen=True):
+    """What a client may send."""
+
+    max_body_bytes: _Positive = 4 * 1024 * 1024
+    max_header_bytes: _Positive = 16 * 1024
+    # A request without Pb-Deadline gets this one.
+    default_deadline_s: _PositiveMs = 300.0
+    # Deadlines are absolute; a client's clock may be this far off (DESIGN 2).
+    clock_skew_s: Annotated[float, Meta(ge=0)] = 1.0
+
+
+class ModelSection(Section, frozen=True):
+    """A served model: what its tokens are made with, and the revisions that must agree before KV is shared.
+
+    `tokenizer` is a local Hugging Face tokenizer directory, relative to the config file. Revisions are digests of
+    content; `tokenizer_revision` and `template_version` are checked against the files by the tokenizer when set."""
+
+    tokenizer: str
+    model_revision: str
+    tokenizer_revision: str = ""
+    template_version: str = ""
+    position_digest: str = ""
+    kv_dtype: str = "bfloat16"
+    max_model_len: _Positive = 8192
+    block_size: _Positive = 32  # what vLLM on CPU needs
+    # Which prefill profile (router.cost.PROFILES) prices this model until its workers have been measured.
+    profile: str = "h100-8b"
+
+
+class TokenizerSection(Section, frozen=True):
+    """Limits of the tokenizer."""
+
+    # Token ids remembered per tenant, in bytes (4 a token).
+    memo_bytes_per_tenant: _Positive = 64 * 1024 * 1024
+    # Requests in work at once in one copy; more wait, in order.
+    max_in_work: _Positive = 256
+
+
+class DirectorySection(Section, frozen=True):
+    """Leases and memory of the directory."""
+
+    suspect_after_s: _PositiveMs = 0.6
+    lost_after_s: _PositiveMs = 3.0
+
+
+class RouterSection(Section, frozen=True):
+    """How long the router waits for others."""
+
+    lookup_timeout_ms: _PositiveMs = 100.0
+    # A bridge answers within about 1 ms; a lost one costs this much before the next candidate is tried.
+    accept_timeout_ms: _PositiveMs = 500.0
+    max_attempts: Annotated[int, Meta(ge=1, le=16)] = 4
+    suspect_after_s: _PositiveMs = 0.6
+    lost_after_s: _PositiveMs = 3.0
+
+
+class BridgeSection(Section, frozen=True):
+    """Limits of one worker."""
+
+    # Requests given to the engine at once; beyond it dispatches are refused with the true queue.
+    slots: _Positive = 256
+    heartbeat_s: _PositiveMs = 0.2
+    keepalive_s: _PositiveMs = 1.0
+
+
+class PolicySection(Section, frozen=True):
+    """Which policy routers start with; `prefixbus policy` changes it without a restart."""
+
+    name: str = "prefix-aware"
+
+
+class Config(Section, frozen=True):
+    """All of it. `models` maps the name clients use to its section."""
+
+    nats: NatsSection = NatsSection()
+    http: HttpSection = HttpSection()
+    limits: LimitsSection = LimitsSection()
+    models: dict[str, ModelSection] = {}
+    tokenizer: TokenizerSection = TokenizerSection()
+    directory: DirectorySection = DirectorySection()
+    router: RouterSection = RouterSection()
+    bridge: BridgeSection = BridgeSection()
+    policy: PolicySection = PolicySection()
+
+
+def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") -> Config:
+    """The config that a TOML text and the environment's overrides make.
+
+    :raises ConfigInvalid: not TOML, an unknown key, or a value of the wrong kind or range; the error names it."""
+    try:
+        tree: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigInvalid(str(exc), field=source, remedy="Correct the file's syntax.") from exc
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            _override(tree, name, environ[name])
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as exc:
+        what, _, where = str(exc).partition(" - at ")
+        field = where.strip("`").removeprefix("$.") or source
+        raise ConfigInvalid(
+            f"{what}.", field=field, remedy=f"Correct it in {source} or its environment override."
+        ) from exc
+
+
+def load(path: Path, environ: Mapping[str, str]) -> Config:
+    """:raises ConfigInvalid: the file cannot be read, or see `parse`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigInvalid(str(exc), field=path.name, remedy="Run `prefixbus init`.") from exc
+    return parse(text, environ, path.name)
+
+
+def _override(tree: dict[str, Any], name: str, value: str) -> None:
+    """Puts PREFIXBUS_A__B=value at tree[a][b]; the value is TOML when it parses as such, text otherwise."""
+    path = name.removeprefix(ENV_PREFIX).lower().split("__")
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    node = tree
+    for key in path[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigInvalid(f"{key} is a value, not a table.", field=name, remedy="Remove the override.")
+        node = child
+    node[path[-1]] = parsed

@@ -1,0 +1,17 @@
+"""Internal request ids: unique, ordered by time, safe as a subject token.
+
+A ULID (https://github.com/ulid/spec): 48 bits of Unix milliseconds and 80 random bits in 26 characters of Crockford's
+base 32. Ids of one millisecond are not ordered among themselves; nothing here needs that."""
+
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+ENTROPY_BYTES = 10
+
+
+def request_id(wall: float, entropy: bytes) -> str:
+    """The id of a request that came at `wall` (Unix seconds), made unique by 10 random bytes.
+
+    :raises ValueError: the entropy is not 10 bytes."""
+    if len(entropy) != ENTROPY_BYTES:
+        raise ValueError(f"entropy must be {ENTROPY_BYTES} bytes, got {len(entropy)}")
+    number = (int(wall * 1000) & ((1 << 48) - 1)) << 80 | int.from_bytes(entropy, "big")
+    return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))

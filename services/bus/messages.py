@@ -1,0 +1,363 @@
+"""The wire types between services.
+
+Two forms. Messages that only services read are msgpack arrays (`array_like`): fields are appended with defaults, never
+reordered or removed (golden bytes are tested). Records that people read in JetStream (`Outcome`, `DecisionRecord`,
+`Fact`) are JSON objects. Every message starts with its version `v`; a decoder refuses a version it does not know.
+
+Units: tokens u32 LE, block keys u64 LE, both as bytes that a hop which does not need them never decodes; times named
+`*_at` are Unix seconds, `*_ms` milliseconds. Ids: `request_id` is ours (bus.ids), `client_request_id` the caller's
+label. Must not know: NATS, what a service does with a message."""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from .errors import PrefixbusError
+from .namespace import Namespace
+
+VERSION = 1
+
+
+class MessageInvalid(PrefixbusError):
+    """A message of another version, or none of ours."""
+
+    code = "message_invalid"
+    status = 400
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """What a bridge needs to run a request; the router passes it on as bytes.
+
+    `params` is the JSON object of sampling parameters for the engine; `kind` is `chat` or `completions`, the form of
+    the client's chunks."""
+
+    v: int
+    request_id: str
+    client_request_id: str
+    reply: str
+    namespace: Namespace
+    tokens: bytes
+    kind: str
+    params: bytes
+    include_usage: bool
+    created_at: int
+    deadline_at: float
+    traceparent: str = ""
+    prefix_class: str = ""
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """Tokenizer -> router: everything the decision looks at, and the job as opaque bytes (an encoded `Job`).
+
+    `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys."""
+
+    v: int
+    request_id: str
+    client_request_id: str
+    tenant: str
+    model: str
+    serves: str
+    ns_id: bytes
+    keys: bytes
+    prompt_tokens: int
+    output_tokens: int
+    prefix_class: str
+    reply: str
+    deadline_at: float
+    job: bytes
+
+
+class Lookup(msgspec.Struct, frozen=True, array_like=True):
+    """Router -> directory: who holds how much of this chain?"""
+
+    v: int
+    ns_id: bytes
+    keys: bytes
+
+
+class Level(msgspec.Struct, frozen=True, array_like=True):
+    """These workers hold the first `depth` blocks, and no more; `predicted` of them are announced, not yet stored."""
+
+    depth: int
+    workers: list[str]
+
+
+class Holdings(msgspec.Struct, frozen=True, array_like=True):
+    """Directory -> router: levels, deepest first, each worker once, at its own depth.
+
+    `levels` counts announced blocks as held; `stored` only what engines reported."""
+
+    v: int
+    levels: list[Level]
+    stored: list[Level]
+    suspect: list[str] = []
+
+
+class Dispatch(msgspec.Struct, frozen=True, array_like=True):
+    """Router -> bridge: start this, if your queue is what I think it is.
+
+    The bridge refuses when its incarnation is another, its queue is over `max_queue_ms`, or it is past
+    `accept_by_at`."""
+
+    v: int
+    request_id: str
+    attempt: int
+    incarnation: int
+    max_queue_ms: float
+    accept_by_at: float
+    prefill_ms: float
+    predicted_tokens: int
+    decision: str
+    ns_id: bytes
+    keys: bytes
+    job: bytes
+
+
+class Accept(msgspec.Struct, frozen=True, array_like=True):
+    """Bridge -> router: taken (`refused` is empty), or not and why, with the queue as it truly is.
+
+    `held_blocks` is how deep the chain is in this worker's cache by the bridge's own index."""
+
+    v: int
+    request_id: str
+    attempt: int
+    worker: str
+    incarnation: int
+    refused: str
+    queue_ms: float
+    held_blocks: int
+
+
+class Dispatched(msgspec.Struct, frozen=True, array_like=True):
+    """Router -> routers and directory: this dispatch was sent; its blocks will be there, its prefill is queued.
+
+    `expires_at` bounds how long it is believed without an outcome. An empty `worker` takes the announcement back."""
+
+    v: int
+    request_id: str
+    attempt: int
+    router: str
+    worker: str
+    incarnation: int
+    prefill_ms: float
+    ns_id: bytes
+    keys: bytes
+    expires_at: float
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """A bridge's heartbeat: its lease, its load, and the last block event it has published.
+
+    `accepted` are the requests taken since the previous report (their prefill is inside `queue_ms` from here on)."""
+
+    v: int
+    worker: str
+    incarnation: int
+    report: int
+    event_seq: int
+    model: str
+    serves: str
+    queue_ms: float
+    running: int
+    waiting: int
+    slots: int
+    kv_usage: float
+    kv_tokens: int
+    block_size: int
+    draining: bool
+    accepted: list[str]
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A run of blocks appeared; `parent` is the key before the first, 0 at the start of a chain."""
+
+    ns_id: bytes
+    parent: int
+    keys: bytes
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The last copy of each of these blocks went."""
+
+    ns_id: bytes
+    keys: bytes
+
+
+class Cleared(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The worker's whole cache went."""
+
+
+class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Block changes of one worker, in order; `seq` counts these messages from 1 within an incarnation."""
+
+    v: int
+    worker: str
+    incarnation: int
+    seq: int
+    ops: list[Stored | Removed | Cleared]
+
+
+class KvDump(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Part `part` of `parts` of all that the worker holds, true for the moment after event `seq`."""
+
+    v: int
+    worker: str
+    incarnation: int
+    seq: int
+    dump_id: int
+    part: int
+    parts: int
+    runs: list[Stored]
+
+
+class DumpRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Directory -> bridge (`ctl.<worker>.dump`): write all you hold into the stream."""
+
+    v: int
+    incarnation: int
+    reason: str
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True):
+    """Router -> bridge (`ctl.<worker>.abort`): stop this attempt and publish nothing more of it."""
+
+    v: int
+    request_id: str
+    attempt: int
+
+
+class ControlReply(msgspec.Struct, frozen=True, array_like=True):
+    """Bridge -> whoever asked: done (`error` is empty), or the sentence that says why not."""
+
+    v: int
+    worker: str
+    incarnation: int
+    error: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How an attempt ended (JSON, `pb.v1.outcome.<worker>.<request id>`).
+
+    `status` is ok, error or cancelled; `error` a stable code. `cached_tokens` is the engine's own count, null when it
+    gave none. `prefill_tokens` is what it had to compute. Times are measured at the bridge, from acceptance."""
+
+    v: int
+    request_id: str
+    client_request_id: str
+    attempt: int
+    worker: str
+    incarnation: int
+    tenant: str
+    model: str
+    ns_id: str
+    status: str
+    error: str
+    prefix_class: str
+    decision: str
+    prompt_tokens: int
+    predicted_tokens: int
+    cached_tokens: int | None
+    prefill_tokens: int | None
+    output_tokens: int
+    queue_wait_ms: float | None
+    ttft_ms: float | None
+    total_ms: float
+    ended_at: float
+
+
+class CandidateRecord(msgspec.Struct, frozen=True):
+    """One worker as the decision saw it; all terms in ms."""
+
+    worker: str
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    interference_ms: float
+    memory_wait_ms: float
+    new_kv_ms: float
+    externality_ms: float
+    home_bonus_ms: float
+    ttft_ms: float
+    cost_ms: float
+
+
+class DecisionRecord(msgspec.Struct, frozen=True):
+    """One decision, and why (JSON, `pb.v1.journal.<request id>`); joined with `Outcome` by request id and attempt."""
+
+    v: int
+    request_id: str
+    client_request_id: str
+    attempt: int
+    router: str
+    model: str
+    tenant: str
+    prefix_class: str
+    prefix_key: str
+    prompt_tokens: int
+    policy: str
+    selected_worker: str
+    predicted_cached_tokens: int
+    decision: str
+    candidate_workers: list[CandidateRecord]
+    excluded: dict[str, str]
+    decided_at: float
+
+
+class Fact(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of the record (JSON, `pb.v1.audit.<service>.<id>`): never prompt text.
+
+    `kind` is `reuse` (a request ran and may have reused `tokens` of its namespace's cache), `forged_reply` or
+    `refused_namespace`."""
+
+    v: int
+    kind: str
+    at: float
+    service: str
+    tenant: str
+    scope: str = ""
+    ns_id: str = ""
+    request_id: str = ""
+    worker: str = ""
+    tokens: int = 0
+    decision: str = ""
+    detail: str = ""
+
+
+T = TypeVar("T")
+
+
+class Wire(Generic[T]):
+    """Encoder and typed decoder of one kind of message, made once.
+
+    `decode` raises MessageInvalid for bytes that are not of this type and version: the sender is named by the subject,
+    so the error only says what was wrong with the bytes."""
+
+    def __init__(self, kind: type[T] | object, *, json: bool = False) -> None:
+        self.encode = msgspec.json.Encoder().encode if json else msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.json.Decoder(kind).decode if json else msgspec.msgpack.Decoder(kind).decode
+
+    def decode(self, data: bytes) -> T:
+        try:
+            message: T = self._decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            raise MessageInvalid(str(exc)) from exc
+        if getattr(message, "v", VERSION) != VERSION:
+            raise MessageInvalid(f"version {getattr(message, 'v', None)} is not {VERSION}")
+        return message
+
+
+JOB: Wire[Job] = Wire(Job)
+ROUTE: Wire[Route] = Wire(Route)
+LOOKUP: Wire[Lookup] = Wire(Lookup)
+HOLDINGS: Wire[Holdings] = Wire(Holdings)
+DISPATCH: Wire[Dispatch] = Wire(Dispatch)
+ACCEPT: Wire[Accept] = Wire(Accept)
+DISPATCHED: Wire[Dispatched] = Wire(Dispatched)
+LOAD: Wire[Load] = Wire(Load)
+KV: Wire[KvEvents | KvDump] = Wire(KvEvents | KvDump)
+DUMP_REQUEST: Wire[DumpRequest] = Wire(DumpRequest)
+ABORT: Wire[Abort] = Wire(Abort)
+CONTROL_REPLY: Wire[ControlReply] = Wire(ControlReply)
+OUTCOME: Wire[Outcome] = Wire(Outcome, json=True)
+DECISION: Wire[DecisionRecord] = Wire(DecisionRecord, json=True)
+FACT: Wire[Fact] = Wire(Fact, json=True)

@@ -1,0 +1,208 @@
+"""Every subject, stream, bucket and header name, built and parsed in one place.
+
+    pb.v1.infer.<tenant>.<model>[.<scope>]   a client's request (tenant and scope come from here alone)
+    pb.v1.cancel.<tenant>.<request id>       cancel it
+    pb.v1.route.<model>                      tokenizer -> router
+    pb.v1.dir.lookup.<shard>                 router -> directory
+    pb.v1.work.<worker>                      router -> bridge: a dispatch
+    pb.v1.ctl.<worker>.<verb>                to a bridge: ping, dump, reset, abort
+    pb.v1.load.<worker>                      bridge -> all: heartbeat and load
+    pb.v1.kv.<shard>.<worker>                bridge -> directory: block events        (stream KV_EVENTS)
+    pb.v1.dispatched                         router -> routers, directory: a dispatch was sent
+    pb.v1.outcome.<worker>.<request id>      bridge -> routers, directory: it ended   (stream JOURNAL)
+    pb.v1.journal.<request id>               router: the decision, and why            (stream JOURNAL)
+    pb.v1.audit.<service>.<id>               facts for the record                     (stream AUDIT)
+
+Must not know: NATS connections.   Source: DESIGN section 2."""
+
+import re
+from typing import NamedTuple
+
+from .errors import BadSubject
+
+PREFIX = "pb.v1"
+
+STREAM_KV_EVENTS = "KV_EVENTS"
+STREAM_JOURNAL = "JOURNAL"
+STREAM_AUDIT = "AUDIT"
+BUCKET_WORKERS = "WORKERS"
+BUCKET_POLICIES = "POLICIES"
+
+HEADER_SEQ = "Pb-Seq"
+HEADER_ATTEMPT = "Pb-Attempt"
+HEADER_FINAL = "Pb-Final"
+HEADER_ERROR = "Pb-Error"
+HEADER_REQUEST_ID = "Pb-Request-Id"
+HEADER_DEADLINE = "Pb-Deadline"
+HEADER_PREFIX_CLASS = "Pb-Prefix-Class"
+HEADER_TRACEPARENT = "traceparent"
+HEADER_SERVICE_ERROR = "Nats-Service-Error"
+HEADER_SERVICE_ERROR_CODE = "Nats-Service-Error-Code"
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
+_MODEL_TOKEN = re.compile(r"(?:[A-Za-z0-9-]|_[0-9A-F]{2})+\Z")
+_MODEL_TOKEN_MAX = 384
+
+
+class InferSubject(NamedTuple):
+    """What a request's subject says. `scope` is empty for the tenant-wide scope."""
+
+    tenant: str
+    model: str
+    scope: str
+
+
+def is_token(text: str) -> bool:
+    """Whether `text` may stand as a tenant, scope, worker or request id: [A-Za-z0-9_-]{1,64}."""
+    return _TOKEN.match(text) is not None
+
+
+def token(text: str, field: str) -> str:
+    """`text` itself if it may stand in a subject.
+
+    :raises BadSubject: it may not; the error names `field`."""
+    if not is_token(text):
+        raise BadSubject(
+            f"{text[:80]!r} cannot stand in a subject.", field=field, remedy="Use 1 to 64 of A-Z a-z 0-9 _ and -."
+        )
+    return text
+
+
+def model_token(name: str) -> str:
+    """A model name as one subject token: letters, digits and `-` stay, every other UTF-8 byte becomes `_XX`."""
+    raw = name.encode()
+    encoded = "".join(chr(byte) if byte in _PLAIN else f"_{byte:02X}" for byte in raw)
+    if not raw or len(encoded) > _MODEL_TOKEN_MAX:
+        raise BadSubject(
+            f"{name[:80]!r} is empty or too long for a subject.", field="model", remedy="Shorten the name."
+        )
+    return encoded
+
+
+def model_name(encoded: str) -> str:
+    """The name that `model_token` made `encoded` from.
+
+    :raises BadSubject: no name gives this token."""
+    if len(encoded) <= _MODEL_TOKEN_MAX and _MODEL_TOKEN.match(encoded):
+        raw = bytearray()
+        position = 0
+        while position < len(encoded):
+            if encoded[position] == "_":
+                raw.append(int(encoded[position + 1 : position + 3], 16))
+                position += 3
+            else:
+                raw.append(ord(encoded[position]))
+                position += 1
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            name = ""
+        # One name, one token: an escape of a byte that needs none would be a second spelling.
+        if name and model_token(name) == encoded:
+            return name
+    raise BadSubject(
+        f"{encoded[:80]!r} is not an encoded model name.",
+        field="model",
+        remedy="Keep letters, digits and '-'; write every other byte as _XX in upper-case hex.",
+    )
+
+
+def infer(tenant: str, model: str, scope: str = "") -> str:
+    base = f"{PREFIX}.infer.{token(tenant, 'tenant')}.{model_token(model)}"
+    return f"{base}.{token(scope, 'scope')}" if scope else base
+
+
+def parse_infer(subject: str) -> InferSubject:
+    """:raises BadSubject: this is no infer subject, or a part of it is malformed."""
+    parts = subject.split(".")
+    if parts[:3] != ["pb", "v1", "infer"] or len(parts) not in (5, 6):
+        raise BadSubject(f"{subject[:120]!r}", field="subject", remedy="Use pb.v1.infer.<tenant>.<model>[.<scope>].")
+    tenant = token(parts[3], "tenant")
+    scope = token(parts[5], "scope") if len(parts) == 6 else ""
+    return InferSubject(tenant, model_name(parts[4]), scope)
+
+
+def cancel(tenant: str, client_request_id: str) -> str:
+    return f"{PREFIX}.cancel.{token(tenant, 'tenant')}.{token(client_request_id, 'request id')}"
+
+
+def parse_cancel(subject: str) -> tuple[str, str]:
+    """(tenant, client request id). :raises BadSubject: this is no cancel subject."""
+    parts = subject.split(".")
+    if parts[:3] != ["pb", "v1", "cancel"] or len(parts) != 5:
+        raise BadSubject(f"{subject[:120]!r}", field="subject", remedy="Use pb.v1.cancel.<tenant>.<request id>.")
+    return token(parts[3], "tenant"), token(parts[4], "request id")
+
+
+def route(model: str) -> str:
+    return f"{PREFIX}.route.{model_token(model)}"
+
+
+def lookup(shard: int) -> str:
+    return f"{PREFIX}.dir.lookup.{shard}"
+
+
+def work(worker: str) -> str:
+    return f"{PREFIX}.work.{worker}"
+
+
+def control(worker: str, verb: str) -> str:
+    return f"{PREFIX}.ctl.{worker}.{verb}"
+
+
+def load(worker: str) -> str:
+    return f"{PREFIX}.load.{worker}"
+
+
+def kv(shard: int, worker: str) -> str:
+    return f"{PREFIX}.kv.{shard}.{worker}"
+
+
+def outcome(worker: str, request_id: str) -> str:
+    return f"{PREFIX}.outcome.{worker}.{request_id}"
+
+
+def journal(request_id: str) -> str:
+    return f"{PREFIX}.journal.{request_id}"
+
+
+def audit(service: str, instance: str) -> str:
+    return f"{PREFIX}.audit.{service}.{instance}"
+
+
+DISPATCHED = f"{PREFIX}.dispatched"
+ALL_INFER = f"{PREFIX}.infer.>"
+ALL_CANCEL = f"{PREFIX}.cancel.*.*"
+ALL_ROUTE = f"{PREFIX}.route.*"
+ALL_LOAD = f"{PREFIX}.load.*"
+ALL_OUTCOME = f"{PREFIX}.outcome.*.*"
+
+
+def tenant_inbox(tenant: str) -> str:
+    """The prefix under which this tenant, and nobody else, may listen: `_INBOX.<tenant>`."""
+    return f"_INBOX.{tenant}"
+
+
+def service_inbox(service: str, instance: str) -> str:
+    """The prefix of a service's own inbox: `_SVC.<service>.<instance>`."""
+    return f"_SVC.{service}.{instance}"
+
+
+_INBOX_REST = re.compile(r"[A-Za-z0-9_\-=.]{1,256}\Z")
+
+
+def is_own_reply(reply: str, tenant: str) -> bool:
+    """Whether `reply` is a concrete subject below the tenant's inbox.
+
+    The server does not check reply subjects, so whoever takes a request in must: else a service could be made to write
+    into another tenant's inbox, into a service's, or into `$JS.API`."""
+    head = f"_INBOX.{tenant}."
+    rest = reply[len(head) :]
+    return (
+        reply.startswith(head)
+        and _INBOX_REST.match(rest) is not None
+        and ".." not in rest
+        and not rest.startswith(".")
+        and not rest.endswith(".")
+    )

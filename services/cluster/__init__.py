@@ -1,0 +1,1 @@
+"""A whole deployment on one machine: keys, NATS configuration, streams, processes."""

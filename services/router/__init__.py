@@ -1,0 +1,1 @@
+"""Which worker answers a request, and why."""

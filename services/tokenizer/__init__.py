@@ -1,0 +1,1 @@
+"""Request in, keyed tokens out."""

@@ -1,0 +1,1 @@
+"""One process in front of one engine."""
