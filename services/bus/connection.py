@@ -1,0 +1,436 @@
+# ruff: noqa: TID251 - the one adapter between the project and nats-py
+"""The bus: a NATS client that outlives what nats-py's does not.
+
+What it deals with (facts/nats.md has the measurements):
+- a fatal -ERR, or running out of attempts, closes nats-py's client for good: it is made anew, with its subscriptions;
+- nothing is buffered across an outage (`pending_size=0`, and what was not yet written is dropped): late messages
+would lie;
+- a permission denial looks like silence: requests and acknowledged publishes to that subject fail with what was denied;
+- ordered consumers and KV watches sleep 19 s after a server restart: `follow` uses a short idle heartbeat;
+- an acknowledged publish may time out and yet be stored: it is retried under the same message id;
+- header blocks are parsed before any callback sees them: over the limit they are replaced by one marker header;
+- full client-side queues drop silently: counted, with all else that goes wrong, through `on_event`.
+
+Owns: the client, subscriptions, pending requests.   Must not know: what messages mean."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+from nats.js.api import ConsumerConfig, DeliverPolicy
+from nats.js.client import JetStreamContext
+from nats.js.errors import APIError
+
+from .errors import BusPermissionDenied, BusUnavailable, TooLarge
+
+Callback = Callable[[Msg], Awaitable[None]]
+Start = Literal["new", "all", "last"]
+
+OVERSIZED_HEADERS = "Pb-Oversized"
+_RECONNECT_WAIT_S = 0.25
+_IDLE_HEARTBEAT_S = 0.5
+_DELIVER: dict[str, DeliverPolicy] = {
+    "new": DeliverPolicy.NEW,
+    "all": DeliverPolicy.ALL,
+    "last": DeliverPolicy.LAST_PER_SUBJECT,
+}
+
+
+class _Ack(msgspec.Struct):
+    """A JetStream publish acknowledgement (NATS ADR-22)."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: dict[str, Any] | None = None
+
+
+class WrongSequence(BusUnavailable):
+    """Another writer was first: the subject's last sequence is not the expected one."""
+
+    code = "wrong_sequence"
+    status = 409
+    retryable = False
+
+
+_ack_decoder = msgspec.json.Decoder(_Ack)
+_WRONG_LAST_SEQUENCE = 10071
+
+
+class _Client(Client):
+    """nats-py's client with two limits it does not have. Overrides of private methods; nats-py is pinned exactly."""
+
+    max_header_bytes = 16 * 1024
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        if headers and len(headers) > self.max_header_bytes:
+            return {OVERSIZED_HEADERS: str(len(headers))}
+        parsed: dict[str, str] | None = await super()._process_headers(headers)
+        return parsed
+
+    def discard_unsent(self) -> None:
+        """Drops what was handed over before the connection was lost and not written yet."""
+        self._pending = []
+        self._pending_data_size = 0
+
+
+class _Pending:
+    """A request that waits for its reply."""
+
+    __slots__ = ("future", "subject")
+
+    def __init__(self, subject: str, future: "asyncio.Future[Msg]") -> None:
+        self.subject = subject
+        self.future = future
+
+
+class Subscription:
+    """A subscription that survives its client."""
+
+    def __init__(self, open_: Callable[[], Awaitable[NatsSubscription]]) -> None:
+        self._open = open_
+        self._current: NatsSubscription | None = None
+
+    async def start(self) -> None:
+        self._current = await self._open()
+
+    async def drain(self) -> None:
+        """Takes no new messages; returns when those already here have been handed to the callback."""
+        if self._current is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._current.drain()
+
+    async def unsubscribe(self) -> None:
+        if self._current is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._current.unsubscribe()
+
+
+class Bus:
+    """One connection to NATS. Make it with `Bus.connect`."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        inbox_prefix: str,
+        max_header_bytes: int,
+        on_event: Callable[[str, str], None],
+    ) -> None:
+        self._options = options
+        self._inbox = inbox_prefix
+        self._max_header_bytes = max_header_bytes
+        self._on_event = on_event
+        self._nc: _Client = _Client()
+        self._subscriptions: list[Subscription] = []
+        self._pending: dict[str, _Pending] = {}
+        self._next_token = 0
+        self._closing = False
+        self._reviving: asyncio.Task[None] | None = None
+        self.on_connection_change: list[Callable[[bool], None]] = []
+        self.on_new_client: list[Callable[[Client], Awaitable[None]]] = []
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str,
+        inbox_prefix: str,
+        nkey_seed: bytes | None = None,
+        user: str = "",
+        password: str = "",
+        tls: ssl.SSLContext | None = None,
+        connect_timeout_s: float = 5.0,
+        max_header_bytes: int = 16 * 1024,
+        on_event: Callable[[str, str], None] = lambda kind, detail: None,
+    ) -> "Bus":
+        """A connected bus. `on_event(kind, detail)` hears: denied, slow_consumer, disconnected, reconnected,
+        recreated, error.
+
+        :raises BusUnavailable: no server, or it does not take these credentials."""
+        options: dict[str, Any] = {
+            "servers": [url],
+            "name": name,
+            "inbox_prefix": inbox_prefix,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": _RECONNECT_WAIT_S,
+            "connect_timeout": connect_timeout_s,
+            "ping_interval": 5,
+            "pending_size": 0,
+        }
+        if nkey_seed is not None:
+            options["nkeys_seed_str"] = nkey_seed.decode("ascii")
+        if user:
+            options["user"] = user
+            options["password"] = password
+        if tls is not None:
+            options["tls"] = tls
+        bus = cls(options, inbox_prefix, max_header_bytes, on_event)
+        await bus._open_client()
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return self._nc.is_connected
+
+    @property
+    def inbox_prefix(self) -> str:
+        return self._inbox
+
+    @property
+    def client(self) -> Client:
+        """nats-py's own client, for what the bus does not wrap (nats.micro, provisioning)."""
+        return self._nc
+
+    @property
+    def jetstream(self) -> JetStreamContext:
+        return self._nc.jetstream()
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """At most once, to whoever listens now.
+
+        :raises BusUnavailable: not connected; nothing was sent.   :raises TooLarge: over the server's max_payload."""
+        try:
+            await self._nc.publish(subject, payload, reply, headers)
+        except nats.errors.MaxPayloadError as exc:
+            raise TooLarge(f"{len(payload)} bytes are over the bus's limit of {self._nc.max_payload}.") from exc
+        except nats.errors.Error as exc:
+            raise BusUnavailable(f"publish to {subject}: {exc or type(exc).__name__}") from exc
+
+    async def flush(self, timeout_s: float = 5.0) -> None:
+        """Returns when the server has seen everything published before. :raises BusUnavailable: it did not answer."""
+        try:
+            await self._nc.flush(timeout=timeout_s)  # type: ignore[arg-type]  # nats-py says int, takes float
+        except (nats.errors.Error, ConnectionError) as exc:
+            raise BusUnavailable(f"flush: {exc or type(exc).__name__}") from exc
+
+    async def request(
+        self, subject: str, payload: bytes = b"", *, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        """The first reply.
+
+        :raises BusUnavailable: nobody listens, no reply in time, or not connected.
+        :raises BusPermissionDenied: this connection may not publish there."""
+        self._next_token += 1
+        token = f"r{self._next_token:x}"
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Msg] = loop.create_future()
+        self._pending[token] = _Pending(subject, future)
+        timer = loop.call_later(timeout_s, self._time_out, token, subject, timeout_s)
+        try:
+            await self.publish(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
+            message = await future
+        finally:
+            timer.cancel()
+            del self._pending[token]
+        if message.headers and message.headers.get("Status") == "503":
+            raise BusUnavailable(f"nobody listens on {subject}")
+        return message
+
+    async def publish_acked(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str = "",
+        expect_last_seq: int | None = None,
+        timeout_s: float = 5.0,
+        attempts: int = 3,
+        headers: dict[str, str] | None = None,
+    ) -> int:
+        """The stream sequence under which the message is stored, once it is.
+
+        With `msg_id`, silence and a missing stream leader are retried under that id, so it is stored once.
+        `expect_last_seq` is the subject's last sequence (0: it must have none).
+
+        :raises WrongSequence: another writer was first.   :raises BusUnavailable: not acknowledged; it may yet be
+        stored."""
+        sent = dict(headers or {})
+        if msg_id:
+            sent["Nats-Msg-Id"] = msg_id
+        if expect_last_seq is not None:
+            sent["Nats-Expected-Last-Subject-Sequence"] = str(expect_last_seq)
+        for attempt in range(attempts if msg_id else 1):
+            if attempt:
+                await asyncio.sleep(min(0.1 * 2**attempt, 1.0))
+            try:
+                reply = await self.request(subject, payload, timeout_s=timeout_s, headers=sent)
+                break
+            except BusUnavailable as exc:
+                failure = exc
+        else:
+            raise failure
+        ack = _ack_decoder.decode(reply.data)
+        if ack.error is not None:
+            if ack.error.get("err_code") == _WRONG_LAST_SEQUENCE:
+                raise WrongSequence(f"{subject}: {ack.error.get('description')}")
+            raise BusUnavailable(f"{subject}: {ack.error.get('description')}")
+        return ack.seq
+
+    async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
+        """Calls `callback` for each message, one after another; a callback that waits holds up the next."""
+
+        async def open_() -> NatsSubscription:
+            return await self._nc.subscribe(
+                subject, queue=queue, cb=callback, pending_msgs_limit=65536, pending_bytes_limit=256 * 1024 * 1024
+            )
+
+        return await self._add(Subscription(open_))
+
+    async def follow(
+        self, stream: str, subject: str, callback: Callback, *, start: Start, after_seq: int = 0
+    ) -> Subscription:
+        """Every message of `subject` in `stream`, in order and without gaps, from `start` or after a stream sequence.
+
+        When the client has to be made anew, it goes on after the last message handed over."""
+        last_seen = after_seq
+
+        async def deliver(message: Msg) -> None:
+            nonlocal last_seen
+            last_seen = message.metadata.sequence.stream
+            await callback(message)
+
+        async def open_() -> NatsSubscription:
+            config = ConsumerConfig()
+            if last_seen:
+                config.opt_start_seq = last_seen + 1
+                policy = DeliverPolicy.BY_START_SEQUENCE
+            else:
+                policy = _DELIVER[start]
+            try:
+                return await self.jetstream.subscribe(
+                    subject,
+                    stream=stream,
+                    cb=deliver,
+                    config=config,
+                    deliver_policy=policy,
+                    ordered_consumer=True,
+                    idle_heartbeat=_IDLE_HEARTBEAT_S,
+                )
+            except (APIError, nats.errors.Error) as exc:
+                raise BusUnavailable(f"stream {stream}: {exc or type(exc).__name__}") from exc
+
+        return await self._add(Subscription(open_))
+
+    async def drain(self) -> None:
+        """Takes no new messages and lets callbacks of those already here end."""
+        for subscription in self._subscriptions:
+            await subscription.drain()
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._reviving is not None:
+            self._reviving.cancel()
+        with contextlib.suppress(nats.errors.Error, ConnectionError, TimeoutError):
+            await self._nc.flush(timeout=1)
+        await self._nc.close()
+
+    def __repr__(self) -> str:
+        state = "connected" if self.connected else "cut off"
+        return f"<Bus {self._options['name']} {state}, {len(self._subscriptions)} subscriptions>"
+
+    async def _add(self, subscription: Subscription) -> Subscription:
+        await subscription.start()
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def _open_client(self) -> None:
+        client = _Client()
+        client.max_header_bytes = self._max_header_bytes
+
+        async def disconnected() -> None:
+            client.discard_unsent()
+            if not self._closing:
+                self._on_event("disconnected", "")
+                self._tell(False)
+
+        async def reconnected() -> None:
+            self._on_event("reconnected", "")
+            self._tell(True)
+
+        async def closed() -> None:
+            if not self._closing and client is self._nc and self._reviving is None:
+                self._tell(False)
+                self._reviving = asyncio.create_task(self._revive())
+
+        last_error = ""
+
+        async def failed(error: Exception) -> None:
+            nonlocal last_error
+            last_error = str(error) or type(error).__name__
+            self._heard_error(error)
+
+        connecting = client.connect(
+            **self._options, error_cb=failed, disconnected_cb=disconnected, reconnected_cb=reconnected, closed_cb=closed
+        )
+        try:
+            # nats-py would try for ever; a first connection that cannot be made should say so.
+            await asyncio.wait_for(connecting, self._options["connect_timeout"])
+        except (nats.errors.Error, OSError, TimeoutError) as exc:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await client.close()
+            reason = last_error or str(exc) or type(exc).__name__
+            raise BusUnavailable(f"cannot connect to {self._options['servers'][0]}: {reason}") from exc
+        self._nc = client
+        await client.subscribe(f"{self._inbox}.*", cb=self._reply)
+        for hook in self.on_new_client:
+            await hook(client)
+
+    async def _revive(self) -> None:
+        """Makes a new client, with all subscriptions, after nats-py has given up on the old one."""
+        delay = _RECONNECT_WAIT_S
+        while not self._closing:
+            try:
+                await self._open_client()
+                for subscription in self._subscriptions:
+                    await subscription.start()
+            except BusUnavailable as exc:
+                self._on_event("error", exc.message)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 2.0)
+            else:
+                self._reviving = None
+                self._on_event("recreated", "")
+                self._tell(True)
+                return
+
+    def _tell(self, connected: bool) -> None:
+        for listener in self.on_connection_change:
+            listener(connected)
+
+    async def _reply(self, message: Msg) -> None:
+        pending = self._pending.get(message.subject[len(self._inbox) + 1 :])
+        if pending is not None and not pending.future.done():
+            pending.future.set_result(message)
+
+    def _time_out(self, token: str, subject: str, timeout_s: float) -> None:
+        pending = self._pending.get(token)
+        if pending is not None and not pending.future.done():
+            pending.future.set_exception(BusUnavailable(f"no reply on {subject} within {timeout_s} s"))
+
+    def _heard_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self._on_event("slow_consumer", str(error.subject))
+            return
+        lowered = text.lower()
+        if "permissions violation" not in lowered:
+            self._on_event("error", text)
+            return
+        self._on_event("denied", text)
+        # nats: permissions violation for publish to "the.subject"
+        denied = text.split('"')[1] if text.count('"') >= 2 else ""
+        if "publish" in lowered:
+            for pending in self._pending.values():
+                # nats-py lower-cases the server's text
+                if pending.subject.lower() == denied.lower() and not pending.future.done():
+                    pending.future.set_exception(BusPermissionDenied(f"publish to {pending.subject} is not allowed."))
