@@ -1,0 +1,206 @@
+# ruff: noqa: TID251 - a client of the bus: it waits for frames and keeps their time
+"""A request on the bus as a stream of frames, with gaps, second attempts and silence noticed.
+
+    async with await Client.connect(url, tenant="acme", token=token) as client:
+        async for frame in client.stream("smollm2", {"messages": [...]}):
+            ...
+
+Core NATS is at most once: a hop that dies before acceptance takes the request with it. The sign is that not even a
+keep-alive comes; then, and only then, the request is sent again (`resend_after_s`).
+
+Owns: one inbox.   Must not know: what answers.   Source: DESIGN section 2."""
+
+import asyncio
+import secrets
+import ssl
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import orjson
+from nats.aio.msg import Msg
+
+from .bus import errors, subjects
+from .bus.connection import Bus
+
+RESEND_AFTER_S = 3.0
+MAX_SENDS = 3
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One response message. `seq` is None for a keep-alive; `chunk` is the OpenAI chunk object."""
+
+    seq: int | None
+    attempt: int
+    chunk: dict[str, Any]
+
+
+class StreamGap(errors.PrefixbusError):
+    """Frames of the answer were lost on the way."""
+
+    code = "stream_gap"
+    status = 502
+
+
+class Silence(errors.Unavailable):
+    """The answer stopped coming, without an end."""
+
+    code = "silence"
+    retryable = False
+
+
+class Client:
+    """A tenant's connection. One inbox serves all its requests."""
+
+    def __init__(self, bus: Bus, tenant: str, scope: str) -> None:
+        self._bus = bus
+        self._tenant = tenant
+        self._scope = scope
+        self._streams: dict[str, asyncio.Queue[Msg]] = {}
+
+    @classmethod
+    async def connect(
+        cls, url: str, *, tenant: str, token: str, scope: str = "", tls: ssl.SSLContext | None = None
+    ) -> "Client":
+        """:raises BusUnavailable: no server, or it does not know this tenant with this token."""
+        inbox = f"{subjects.tenant_inbox(tenant)}.{secrets.token_hex(8)}"
+        bus = await Bus.connect(
+            url, name=f"client of {tenant}", inbox_prefix=inbox, user=tenant, password=token, tls=tls
+        )
+        client = cls(bus, tenant, scope)
+        await bus.subscribe(f"{inbox}.s.*", client._hear)
+        await bus.flush()
+        return client
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._bus.close()
+
+    async def stream(
+        self,
+        model: str,
+        body: dict[str, Any],
+        *,
+        request_id: str = "",
+        deadline_s: float = 120.0,
+        prefix_class: str = "",
+        resend_after_s: float = RESEND_AFTER_S,
+    ) -> AsyncIterator[Frame]:
+        """The answer's frames in order, keep-alives included; ends after the last one.
+
+        A stream left early is cancelled at the worker.
+
+        :raises PrefixbusError: the error that the stream ended with; StreamGap or Silence for one that never ended
+        right."""
+        request_id = request_id or secrets.token_hex(12)
+        deadline = time.monotonic() + deadline_s
+        headers = {
+            subjects.HEADER_REQUEST_ID: request_id,
+            subjects.HEADER_DEADLINE: f"{time.time() + deadline_s:.3f}",
+        }
+        if prefix_class:
+            headers[subjects.HEADER_PREFIX_CLASS] = prefix_class
+        payload = orjson.dumps(body)
+        ended = False
+        token = ""
+        try:
+            for _ in range(MAX_SENDS):
+                # A token of its own for each sending: late frames of the one before are not heard.
+                self._streams.pop(token, None)
+                token = secrets.token_hex(8)
+                inbox = self._streams[token] = asyncio.Queue()
+                await self._bus.publish(
+                    subjects.infer(self._tenant, model, self._scope),
+                    payload,
+                    reply=f"{self._bus.inbox_prefix}.s.{token}",
+                    headers=headers,
+                )
+                reader = _Reader(inbox, min(resend_after_s, deadline_s), deadline)
+                try:
+                    async for frame in reader:
+                        yield frame
+                    ended = True
+                    return
+                except Silence:
+                    if reader.heard_anything or time.monotonic() >= deadline:
+                        raise
+                except errors.PrefixbusError as exc:
+                    ended = not isinstance(exc, StreamGap)
+                    raise
+            raise Silence(f"Nothing came back, {MAX_SENDS} times {resend_after_s:g} s.")
+        finally:
+            self._streams.pop(token, None)
+            if not ended:
+                await self.cancel(request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        """Stops a request of this tenant, wherever it is. Says nothing about whether there was one."""
+        await self._bus.publish(subjects.cancel(self._tenant, request_id))
+
+    async def _hear(self, message: Msg) -> None:
+        queue = self._streams.get(message.subject.rsplit(".", 1)[1])
+        if queue is not None:
+            queue.put_nowait(message)
+
+
+class _Reader:
+    """Frames of one sending, checked as they come."""
+
+    def __init__(self, inbox: "asyncio.Queue[Msg]", silence_s: float, deadline: float) -> None:
+        self._inbox = inbox
+        self._silence_s = silence_s
+        self._deadline = deadline
+        self._next_seq = 0
+        self._attempt = 0
+        self.heard_anything = False
+
+    async def __aiter__(self) -> AsyncIterator[Frame]:
+        while True:
+            message = await self._next()
+            self.heard_anything = True
+            headers = message.headers or {}
+            if headers.get("Status") == "503":
+                raise errors.Unavailable("No tokenizer listens.", remedy="Start one: prefixbus run tokenizer.")
+            if subjects.HEADER_FINAL in headers:
+                self._check_end(headers)
+                return
+            seq = headers.get(subjects.HEADER_SEQ)
+            attempt = int(headers.get(subjects.HEADER_ATTEMPT, "1"))
+            if seq is not None:
+                self._check_order(int(seq), attempt)
+            yield Frame(int(seq) if seq is not None else None, attempt, orjson.loads(message.data))
+
+    async def _next(self) -> Msg:
+        wait = min(self._silence_s, self._deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(max(wait, 0)):
+                return await self._inbox.get()
+        except TimeoutError:
+            if time.monotonic() >= self._deadline:
+                raise errors.DeadlineExceeded() from None
+            raise Silence(f"No frame for {self._silence_s:g} s.") from None
+
+    def _check_order(self, seq: int, attempt: int) -> None:
+        if self._next_seq and attempt != self._attempt:
+            raise StreamGap(f"Attempt {attempt} came into the answer of attempt {self._attempt}.")
+        if seq != self._next_seq:
+            raise StreamGap(f"Frame {self._next_seq} is missing; {seq} came.")
+        self._attempt = attempt
+        self._next_seq = seq + 1
+
+    def _check_end(self, headers: dict[str, str]) -> None:
+        code = headers.get(subjects.HEADER_ERROR)
+        if code is not None:
+            raise errors.by_code(code)(headers.get(subjects.HEADER_SERVICE_ERROR, code))
+        frames = int(headers.get(subjects.HEADER_SEQ, self._next_seq))
+        if frames != self._next_seq:
+            raise StreamGap(f"The answer has {frames} frames; {self._next_seq} came.")
