@@ -1,0 +1,63 @@
+"""Block keys: a chain from the namespace's seed over full blocks."""
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixbus.bus import blockkeys
+
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=200)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+@given(token_lists, st.integers(1, 40), st.integers(0, 2**64 - 1))
+def test_the_chain_is_what_its_definition_says(tokens: list[int], block_size: int, seed: int) -> None:
+    expected = []
+    key = seed
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        key = xxhash.xxh3_64_intdigest(packed(tokens[start : start + block_size]), key)
+        expected.append(key)
+
+    keys = blockkeys.chain(packed(tokens), block_size, seed)
+
+    assert struct.unpack(f"<{len(keys) // 8}Q", keys) == tuple(expected)
+
+
+@given(token_lists, st.integers(0, 200))
+def test_a_common_prefix_has_common_keys_and_no_more(tokens: list[int], cut: int) -> None:
+    tokens = [*tokens, 7]
+    cut = min(cut, len(tokens) - 1)
+    changed = [*tokens[:cut], tokens[cut] ^ 1, *tokens[cut + 1 :]]
+
+    one = blockkeys.chain(packed(tokens), 16, 1)
+    other = blockkeys.chain(packed(changed), 16, 1)
+
+    common = 8 * (cut // 16)
+    assert one[:common] == other[:common]
+    assert all(one[at : at + 8] != other[at : at + 8] for at in range(common, len(one), 8))
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "blocks"),
+    [("empty", 0, 0), ("short", 31, 0), ("one block", 32, 1), ("n blocks", 96, 3), ("one over", 97, 3)],
+)
+def test_only_full_blocks_have_keys(case: str, tokens: int, blocks: int) -> None:
+    assert len(blockkeys.chain(bytes(4 * tokens), 32, 0)) == 8 * blocks
+
+
+@pytest.mark.parametrize(("prompt", "blocks"), [(0, 0), (1, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
+def test_the_engine_always_computes_at_least_one_token(prompt: int, blocks: int) -> None:
+    assert blockkeys.reusable_blocks(prompt, 32) == blocks
+
+
+def test_a_chain_can_be_extended_block_by_block() -> None:
+    tokens = packed(list(range(64)))
+    first = blockkeys.extend(tokens[:128], 5)
+
+    assert struct.pack("<2Q", first, blockkeys.extend(tokens[128:], first)) == blockkeys.chain(tokens, 32, 5)
