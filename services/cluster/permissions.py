@@ -1,0 +1,269 @@
+"""Who may publish, subscribe and consume what: the one table from which the server's permissions are made.
+
+Least privilege: a role is allowed what its code does and nothing else; whatever is not listed is denied. JetStream's
+API subjects are listed one by one, because whoever may call all of `$JS.API.>` may delete the record. Replies are
+allowed by explicit inbox, never by NATS's `allow_responses`: the server does not check reply subjects, so a request
+with `reply: $JS.API.STREAM.DELETE.AUDIT` would turn an honest service into an accomplice.
+
+Queue names are part of the permission ("subject queue"): a copy of a service shares the work, it cannot quietly read
+along.
+
+Owns: the table.   Must not know: keys, files, connections.   Source: DESIGN sections 2 and 9, facts/nats.md."""
+
+import msgspec
+
+from ..auditor import tenants
+from ..bus import subjects
+
+APP = "APP"
+AUTH = "AUTH"
+SYS = "SYS"
+
+# The names that nats-py's and the server's KV convention gives to a bucket's stream (ADR-8).
+STREAM_WORKERS = f"KV_{subjects.BUCKET_WORKERS}"
+STREAM_POLICIES = f"KV_{subjects.BUCKET_POLICIES}"
+ALL_STREAMS = (
+    subjects.STREAM_KV_EVENTS,
+    subjects.STREAM_JOURNAL,
+    subjects.STREAM_AUDIT,
+    STREAM_WORKERS,
+    STREAM_POLICIES,
+)
+
+# Made by the deploy role, so that the auditor needs no right to make or change consumers.
+AUDITOR_CONSUMER = "auditor"
+
+WORKER_BRIDGE = "worker_bridge"
+
+_SRV = "$SRV.>"
+_TENANT_INBOXES = "_INBOX.>"
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """What one role may do. Subjects may carry a queue name after a blank; then only that queue may listen there.
+
+    `checks`: streams it may ask about. `follows`: streams it reads through ordered consumers of its own (it may name
+    any subject of the stream). `pulls`: (stream, durable consumer) it takes messages from. `inspects`: streams it reads
+    with any tool. `provisions`: streams it creates and updates."""
+
+    role: str
+    purpose: str
+    account: str = APP
+    subscribe: tuple[str, ...] = ()
+    publish: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
+    pulls: tuple[tuple[str, str], ...] = ()
+    inspects: tuple[str, ...] = ()
+    provisions: tuple[str, ...] = ()
+    # The reply to a request from the server itself goes to a subject that only the server knows beforehand.
+    answers_server: bool = False
+
+    def all_publish(self) -> tuple[str, ...]:
+        """Every subject it may publish to, JetStream's API subjects written out."""
+        return (*self.publish, *(subject for group in self._jetstream() for subject in group))
+
+    def _jetstream(self) -> list[list[str]]:
+        api = "$JS.API"
+        # Streams somebody reads are streams they may check.
+        checked = dict.fromkeys((*self.checks, *self.follows, *(stream for stream, _ in self.pulls), *self.inspects))
+        groups = [[f"{api}.STREAM.INFO.{stream}"] for stream in checked]
+        # The form without a name makes ephemeral consumers only: a durable cannot be made or changed through it.
+        groups += [[f"{api}.CONSUMER.CREATE.{stream}", f"$JS.FC.{stream}.>"] for stream in self.follows]
+        groups += [
+            [
+                f"{api}.CONSUMER.INFO.{stream}.{consumer}",
+                f"{api}.CONSUMER.MSG.NEXT.{stream}.{consumer}",
+                f"$JS.ACK.{stream}.{consumer}.>",
+            ]
+            for stream, consumer in self.pulls
+        ]
+        groups += [
+            [f"{api}.STREAM.MSG.GET.{stream}", f"{api}.DIRECT.GET.{stream}", f"{api}.DIRECT.GET.{stream}.>"]
+            for stream in self.inspects
+        ]
+        groups += [
+            [f"{api}.STREAM.{verb}.{stream}" for verb in ("INFO", "CREATE", "UPDATE")] for stream in self.provisions
+        ]
+        return groups
+
+
+def service_roles() -> tuple[Access, ...]:
+    """The roles with one key each. Worker bridges have one key per worker: see `worker_bridge`."""
+    return (_tokenizer(), _router(), _directory(), _auditor(), _callout(), _operator(), _deploy(), _sys())
+
+
+def worker_bridge(worker: str) -> Access:
+    """What the bridge of one worker may do: speak for that worker, and for no other."""
+    own_inbox = f"_SVC.{WORKER_BRIDGE}.{worker}.>"
+    return Access(
+        role=WORKER_BRIDGE,
+        purpose="fronts one engine; bound to its own worker's subjects",
+        subscribe=(
+            subjects.work(worker),
+            subjects.control(worker, "*"),
+            subjects.ALL_CANCEL,
+            own_inbox,
+            _SRV,
+        ),
+        publish=(
+            _TENANT_INBOXES,  # frames
+            "_SVC.router.>",  # accepts and refusals
+            "_SVC.directory.>",  # answers to ctl.dump
+            "_SVC.operator.>",  # answers to ctl.* and $SRV
+            own_inbox,  # answers to a ping by a second bridge of the same name
+            subjects.control(worker, "ping"),  # is there another bridge of my name?
+            subjects.load(worker),
+            f"{subjects.PREFIX}.kv.*.{worker}",
+            subjects.outcome(worker, "*"),
+            subjects.audit(WORKER_BRIDGE, worker),
+            f"$KV.{subjects.BUCKET_WORKERS}.{worker}",  # registration: its stream sequence is the incarnation
+        ),
+        checks=(subjects.STREAM_KV_EVENTS, subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS),
+    )
+
+
+def _tokenizer() -> Access:
+    return Access(
+        role="tokenizer",
+        purpose="takes requests in and routes them on",
+        subscribe=(f"{subjects.ALL_INFER} tokenizer", "_SVC.tokenizer.>", _SRV),
+        publish=(
+            subjects.ALL_ROUTE,
+            _TENANT_INBOXES,  # error frames
+            subjects.audit("tokenizer", "*"),
+            "_SVC.operator.>",
+        ),
+        checks=(subjects.STREAM_AUDIT,),
+    )
+
+
+def _router() -> Access:
+    return Access(
+        role="router",
+        purpose="decides, dispatches, writes the journal",
+        subscribe=(
+            f"{subjects.ALL_ROUTE} router",
+            subjects.ALL_LOAD,
+            subjects.DISPATCHED,
+            subjects.ALL_OUTCOME,
+            subjects.ALL_CANCEL,
+            "_SVC.router.>",
+            _SRV,
+        ),
+        publish=(
+            f"{subjects.PREFIX}.dir.lookup.*",
+            subjects.work("*"),
+            subjects.control("*", "abort"),
+            subjects.DISPATCHED,
+            subjects.journal("*"),
+            _TENANT_INBOXES,  # error frames
+            "_SVC.operator.>",
+        ),
+        checks=(subjects.STREAM_JOURNAL,),
+        follows=(STREAM_POLICIES,),
+    )
+
+
+def _directory() -> Access:
+    return Access(
+        role="directory",
+        purpose="knows which worker holds which block",
+        subscribe=(
+            f"{subjects.PREFIX}.dir.lookup.* directory",
+            subjects.ALL_LOAD,
+            subjects.DISPATCHED,
+            subjects.ALL_OUTCOME,
+            "_SVC.directory.>",
+            _SRV,
+        ),
+        publish=("_SVC.router.>", subjects.control("*", "dump"), "_SVC.operator.>"),
+        follows=(subjects.STREAM_KV_EVENTS,),
+    )
+
+
+def _auditor() -> Access:
+    return Access(
+        role="auditor",
+        purpose="reads the record",
+        subscribe=("_SVC.auditor.>", _SRV),
+        publish=(subjects.audit("auditor", "*"), "_SVC.operator.>"),
+        pulls=((subjects.STREAM_AUDIT, AUDITOR_CONSUMER),),
+    )
+
+
+def _callout() -> Access:
+    return Access(
+        role="callout",
+        purpose="authenticates tenants; the only holder of the issuer seed",
+        account=AUTH,
+        subscribe=("$SYS.REQ.USER.AUTH callout", "_SVC.callout.>", _SRV),
+        publish=(),
+        answers_server=True,
+    )
+
+
+def _operator() -> Access:
+    return Access(
+        role="operator",
+        purpose="the command line: status, policies, control of workers, reading the streams",
+        subscribe=("_SVC.operator.>", subjects.ALL_LOAD, f"{subjects.PREFIX}.journal.*", subjects.ALL_OUTCOME),
+        publish=(
+            "$SRV.PING",
+            "$SRV.PING.>",
+            "$SRV.INFO",
+            "$SRV.INFO.>",
+            "$SRV.STATS",
+            "$SRV.STATS.>",
+            subjects.control("*", "*"),
+            f"$KV.{subjects.BUCKET_POLICIES}.>",
+        ),
+        checks=(subjects.STREAM_KV_EVENTS,),
+        follows=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
+        inspects=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
+    )
+
+
+def _deploy() -> Access:
+    consumer = f"{subjects.STREAM_AUDIT}.{AUDITOR_CONSUMER}"
+    return Access(
+        role="deploy",
+        purpose="creates and updates streams and buckets; deletes nothing; used by no running service",
+        subscribe=("_SVC.deploy.>",),
+        publish=(f"$JS.API.CONSUMER.CREATE.{consumer}", f"$JS.API.CONSUMER.INFO.{consumer}"),
+        provisions=ALL_STREAMS,
+    )
+
+
+def _sys() -> Access:
+    return Access(
+        role="sys",
+        purpose="sees and cuts connections",
+        account=SYS,
+        subscribe=("_SVC.sys.>", "$SYS.ACCOUNT.*.CONNECT", "$SYS.ACCOUNT.*.DISCONNECT"),
+        publish=(
+            "$SYS.REQ.SERVER.PING",
+            "$SYS.REQ.SERVER.PING.CONNZ",
+            "$SYS.REQ.SERVER.*.CONNZ",
+            "$SYS.REQ.SERVER.*.KICK",
+        ),
+    )
+
+
+def markdown_table() -> str:
+    """The table as people read it (infra/nats/permissions.md is this text)."""
+    head = ["role", "account", "may subscribe to", "may publish to", "for"]
+    rows = [head, ["---"] * len(head)]
+    for access in (*service_roles(), worker_bridge("WORKER")):
+        publish = _cell(access.all_publish())
+        if access.answers_server:
+            publish = "the reply subject of a request it was sent"
+        rows.append([f"`{access.role}`", access.account, _cell(access.subscribe), publish, access.purpose])
+    for scopes, label in ((None, "tenant"), (("SCOPE",), "tenant, scopes listed")):
+        grant = tenants.grant(tenants.Credential(tenant="TENANT", label="LABEL", token_hash="", scopes=scopes))
+        rows.append([label, APP, _cell(grant.subscribe), _cell(grant.publish), "a client; its user is made at connect"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _cell(subjects_: tuple[str, ...]) -> str:
+    return "<br>".join(f"`{subject}`" for subject in subjects_) or "nothing"

@@ -1,0 +1,226 @@
+# ruff: noqa: TID251 - this adapter speaks JetStream's API through nats-py
+"""The streams and buckets: what they hold, their bounds and why; made with the deploy key, only checked by services.
+
+Buckets are made as plain streams of the KV convention (ADR-8), but without roll-ups: with them, whoever may write one
+key of a bucket can delete all others with a header (`Nats-Rollup: all`), and each bridge may write its own key.
+
+Owns: stream configurations.   Must not know: who may use them (permissions.py).   Units: bytes, seconds."""
+
+from typing import Any
+
+import msgspec
+import nats.errors
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StoreCompression,
+    StreamConfig,
+)
+from nats.js.client import JetStreamContext
+from nats.js.errors import APIError, NotFoundError
+
+from ..bus import subjects
+from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
+from . import permissions
+
+_MIB = 1024 * 1024
+_HOUR = 3600.0
+_DAY = 24 * _HOUR
+
+
+def stream_configs() -> tuple[StreamConfig, ...]:
+    """Every stream, bounded in bytes and age."""
+    return (
+        StreamConfig(
+            name=subjects.STREAM_KV_EVENTS,
+            description="Block events of all workers: directories follow it.",
+            subjects=[f"{subjects.PREFIX}.kv.*.*"],
+            # A directory that was away longer than this asks the workers for dumps: older events are of no use. A dump
+            # of 100k blocks is 1 MB, so the bytes hold the dumps of hundreds of workers and the events after them.
+            max_bytes=512 * _MIB,
+            max_age=2 * _HOUR,
+            discard=DiscardPolicy.OLD,
+            **_COMMON,
+        ),
+        StreamConfig(
+            name=subjects.STREAM_JOURNAL,
+            description="Decisions and outcomes.",
+            subjects=[f"{subjects.PREFIX}.journal.*", subjects.ALL_OUTCOME],
+            # About 3 KB a request, less when compressed: some 300k requests, and a week for whoever asks why.
+            max_bytes=1024 * _MIB,
+            max_age=7 * _DAY,
+            discard=DiscardPolicy.OLD,
+            compression=StoreCompression.S2,
+            # The last record of a request by its subject, without a consumer.
+            allow_direct=True,
+            **_COMMON,
+        ),
+        StreamConfig(
+            name=subjects.STREAM_AUDIT,
+            description="Facts for the record.",
+            subjects=[f"{subjects.PREFIX}.audit.*.*"],
+            # About 300 B a fact: 13M facts. When it is full, new facts are refused, and whoever must have one
+            # acknowledged notices; overwriting the oldest would let a flood erase its own beginning.
+            max_bytes=4096 * _MIB,
+            max_age=90 * _DAY,
+            discard=DiscardPolicy.NEW,
+            compression=StoreCompression.S2,
+            deny_delete=True,
+            deny_purge=True,
+            **_COMMON,
+        ),
+        # One registration per worker, some 100 B: a name's only record must not age out while the worker lives.
+        _bucket(subjects.BUCKET_WORKERS, "Registrations of workers; a sequence is an incarnation.", 1, 4 * _MIB, None),
+        # The current policy and seven before it, a few KB each.
+        _bucket(subjects.BUCKET_POLICIES, "Routing policies.", 8, 4 * _MIB, None),
+    )
+
+
+_COMMON: dict[str, Any] = {
+    "retention": RetentionPolicy.LIMITS,
+    "storage": StorageType.FILE,
+    "num_replicas": 1,
+    "duplicate_window": 120.0,
+}
+
+
+def _bucket(name: str, description: str, history: int, max_bytes: int, max_age: float | None) -> StreamConfig:
+    return StreamConfig(
+        name=f"KV_{name}",
+        description=description,
+        subjects=[f"$KV.{name}.>"],
+        max_msgs_per_subject=history,
+        max_bytes=max_bytes,
+        max_age=max_age,
+        # A full bucket refuses new keys rather than forgetting old ones.
+        discard=DiscardPolicy.NEW,
+        allow_direct=True,
+        deny_delete=True,
+        deny_purge=True,
+        **_COMMON,
+    )
+
+
+def auditor_consumer() -> ConsumerConfig:
+    """The auditor's place in AUDIT: copies of the auditor share it."""
+    return ConsumerConfig(
+        name=permissions.AUDITOR_CONSUMER,
+        durable_name=permissions.AUDITOR_CONSUMER,
+        ack_policy=AckPolicy.EXPLICIT,
+        deliver_policy=DeliverPolicy.ALL,
+        ack_wait=30.0,
+        max_ack_pending=10_000,
+    )
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `provision` did, by stream name."""
+
+    created: tuple[str, ...]
+    updated: tuple[str, ...]
+
+    def sentence(self) -> str:
+        if not self.created and not self.updated:
+            return "Nothing to do: all streams and buckets are there."
+        parts = [("created", self.created), ("updated", self.updated)]
+        text = "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+        return f"{text[0].upper()}{text[1:]}."
+
+
+async def provision(js: JetStreamContext) -> Report:
+    """Makes streams, buckets and the auditor's consumer, and brings those that differ to what they should be.
+
+    :raises ConfigInvalid: one differs in what the server cannot change; the error names it and the difference.
+    :raises BusUnavailable: JetStream did not answer."""
+    created: list[str] = []
+    updated: list[str] = []
+    for wanted in stream_configs():
+        name = str(wanted.name)
+        try:
+            differing = await _ensure(js, wanted)
+        except APIError as exc:
+            raise ConfigInvalid(
+                f"cannot be made as wanted: {exc.description}.",
+                field=f"stream {name}",
+                remedy="Move its data elsewhere and delete it by hand; `prefixbus provision` makes it anew.",
+            ) from exc
+        except (nats.errors.Error, TimeoutError) as exc:
+            raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
+        if differing is None:
+            created.append(name)
+        elif differing:
+            updated.append(name)
+    try:
+        # Creating what exists with the same configuration changes nothing.
+        await js.add_consumer(subjects.STREAM_AUDIT, auditor_consumer())
+    except APIError as exc:
+        raise ConfigInvalid(f"{exc.description}.", field="the auditor's consumer of AUDIT") from exc
+    except (nats.errors.Error, TimeoutError) as exc:
+        raise BusUnavailable(f"the auditor's consumer: {exc or type(exc).__name__}") from exc
+    return Report(created=tuple(created), updated=tuple(updated))
+
+
+async def check(js: JetStreamContext, role: str) -> None:
+    """Returns when every stream that the role uses is there.
+
+    :raises Unavailable: one is not; the error names it.   :raises BusUnavailable: JetStream did not answer."""
+    for name in streams_of(role):
+        try:
+            await js.stream_info(name)
+        except NotFoundError as exc:
+            raise Unavailable("is missing.", field=f"stream {name}", remedy="Run `prefixbus provision`.") from exc
+        except (APIError, nats.errors.Error, TimeoutError) as exc:
+            raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
+
+
+def streams_of(role: str) -> list[str]:
+    """The streams that a role may ask about.
+
+    :raises KeyError: no such role."""
+    accesses = {access.role: access for access in permissions.service_roles()}
+    access = permissions.worker_bridge("any") if role == permissions.WORKER_BRIDGE else accesses[role]
+    prefix = "$JS.API.STREAM.INFO."
+    return [subject.removeprefix(prefix) for subject in access.all_publish() if subject.startswith(prefix)]
+
+
+async def _ensure(js: JetStreamContext, wanted: StreamConfig) -> list[str] | None:
+    """None: made. Else the fields that differed and have been brought to what they should be."""
+    try:
+        found = (await js.stream_info(str(wanted.name))).config
+    except NotFoundError:
+        await js.add_stream(wanted)
+        return None
+    differing = differences(wanted, found)
+    if differing:
+        await js.update_stream(wanted)
+    return differing
+
+
+def differences(wanted: StreamConfig, found: StreamConfig) -> list[str]:
+    """The fields in which a stream is not as wanted; those that we do not set are the server's business."""
+    fields = (
+        "description",
+        "subjects",
+        "retention",
+        "storage",
+        "num_replicas",
+        "max_bytes",
+        "max_age",
+        "max_msgs_per_subject",
+        "discard",
+        "duplicate_window",
+        "deny_delete",
+        "deny_purge",
+        "allow_rollup_hdrs",
+    )
+    optional = ("allow_direct", "compression")
+    differing = [name for name in fields if (getattr(wanted, name) or 0) != (getattr(found, name) or 0)]
+    for name in optional:
+        default = False if name == "allow_direct" else StoreCompression.NONE
+        if (getattr(wanted, name) or default) != (getattr(found, name) or default):
+            differing.append(name)
+    return differing
