@@ -209,7 +209,9 @@ class Bus:
     async def flush(self, timeout_s: float = 5.0) -> None:
         """Returns when the server has seen everything published before. :raises BusUnavailable: it did not answer."""
         try:
+            # nats-py writes the PING ahead of what still waits to be written: only the second one comes after it.
             await self._nc.flush(timeout=timeout_s)  # type: ignore[arg-type]  # nats-py says int, takes float
+            await self._nc.flush(timeout=timeout_s)  # type: ignore[arg-type]
         except (nats.errors.Error, ConnectionError) as exc:
             raise BusUnavailable(f"flush: {exc or type(exc).__name__}") from exc
 

@@ -25,6 +25,12 @@ class MessageInvalid(PrefixbusError):
     status = 400
 
 
+def _check_keys(keys: bytes) -> None:
+    """Called by the decoder, which turns the error into a MessageInvalid: nothing of a bad message is ever applied."""
+    if len(keys) % 8:
+        raise ValueError("keys are not whole u64s")
+
+
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """What a bridge needs to run a request; the router passes it on as bytes.
 
@@ -73,6 +79,9 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     v: int
     ns_id: bytes
     keys: bytes
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +153,9 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     keys: bytes
     expires_at: float
 
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """A bridge's heartbeat: its lease, its load, and the last block event it has published.
@@ -175,12 +187,18 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
     parent: int
     keys: bytes
 
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The last copy of each of these blocks went."""
 
     ns_id: bytes
     keys: bytes
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -1,0 +1,165 @@
+"""The bus against a real server: what nats-py does not do, and what happens when the server goes away."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+from support.nats import NatsServer, eventually
+
+from prefixbus.bus import subjects
+from prefixbus.bus.connection import OVERSIZED_HEADERS, Bus, WrongSequence
+from prefixbus.bus.errors import BusPermissionDenied, BusUnavailable, TooLarge
+
+W1_LOAD = subjects.load("w1")
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    async with NatsServer(tmp_path, workers=["w1"]) as running:
+        await running.provision()
+        yield running
+
+
+async def test_a_request_gets_its_reply(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+
+    async def echo(message: Msg) -> None:
+        await bridge.publish(message.reply, message.data)
+
+    await bridge.subscribe(subjects.work("w1"), echo)
+    await bridge.flush()
+
+    replies = await asyncio.gather(
+        *(router.request(subjects.work("w1"), str(n).encode(), timeout_s=5) for n in range(50))
+    )
+
+    assert [reply.data for reply in replies] == [str(n).encode() for n in range(50)]
+
+
+async def test_a_request_that_nobody_hears_fails_at_once(server: NatsServer) -> None:
+    router = await server.bus("router")
+
+    with pytest.raises(BusUnavailable, match="nobody listens"):
+        await router.request(subjects.work("w9"), timeout_s=60)
+
+
+async def test_a_denied_request_says_what_was_denied_instead_of_timing_out(server: NatsServer) -> None:
+    directory = await server.bus("directory")
+
+    with pytest.raises(BusPermissionDenied, match=r"pb\.v1\.work\.w1"):
+        await directory.request(subjects.work("w1"), timeout_s=60)
+
+
+async def test_a_payload_over_the_limit_is_refused_before_it_is_sent(server: NatsServer) -> None:
+    router = await server.bus("router")
+
+    with pytest.raises(TooLarge, match="8388608"):
+        await router.publish(subjects.work("w1"), bytes(8 * 1024 * 1024 + 1))
+
+
+async def test_a_header_block_over_the_limit_is_not_parsed(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: asyncio.Queue[Msg] = asyncio.Queue()
+    await bridge.subscribe(subjects.work("w1"), heard.put)
+    await bridge.flush()
+
+    await router.publish(subjects.work("w1"), b"", headers={"X-Big": "x" * 20_000})
+    await router.publish(subjects.work("w1"), b"", headers={"X-Small": "x"})
+
+    assert list((await heard.get()).headers or {}) == [OVERSIZED_HEADERS]
+    assert (await heard.get()).headers == {"X-Small": "x"}
+
+
+async def test_an_acknowledged_publish_is_stored_once_under_its_id(server: NatsServer) -> None:
+    router = await server.bus("router")
+
+    first = await router.publish_acked(subjects.journal("r1"), b"{}", msg_id="r1")
+    again = await router.publish_acked(subjects.journal("r1"), b"{}", msg_id="r1")
+
+    assert first == again
+
+
+async def test_the_expected_sequence_decides_between_two_writers(server: NatsServer) -> None:
+    bridge = await server.bus("worker_bridge", "w1")
+    key = "$KV.WORKERS.w1"
+    seq = await bridge.publish_acked(key, b"1", expect_last_seq=0)
+
+    with pytest.raises(WrongSequence):
+        await bridge.publish_acked(key, b"2", expect_last_seq=0)
+
+    assert await bridge.publish_acked(key, b"3", expect_last_seq=seq) == seq + 1
+
+
+async def test_a_follower_hears_all_in_order_through_a_server_restart(server: NatsServer) -> None:
+    directory, bridge = await server.bus("directory"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await directory.follow(subjects.STREAM_KV_EVENTS, subjects.kv(0, "*"), hear, start="new")
+    for n in range(20):
+        await bridge.publish_acked(subjects.kv(0, "w1"), str(n).encode(), msg_id=f"a{n}")
+    server.kill()
+    server.start_again()
+    await eventually(lambda: bridge.connected, "the bridge is connected again")
+    for n in range(20, 40):
+        await bridge.publish_acked(subjects.kv(0, "w1"), str(n).encode(), msg_id=f"a{n}", attempts=20)
+
+    await eventually(lambda: len(heard) >= 40, "all 40 heard", deadline_s=15)
+    assert heard == [str(n).encode() for n in range(40)]
+
+
+async def test_nothing_published_while_cut_off_is_delivered_later(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await router.subscribe(subjects.ALL_LOAD, hear)
+    await router.flush()
+    server.kill()
+    await eventually(lambda: not bridge.connected, "the bridge notices")
+
+    with pytest.raises(BusUnavailable):
+        await bridge.publish(W1_LOAD, b"late")
+
+    server.start_again()
+    await eventually(lambda: router.connected and bridge.connected, "both are connected again")
+    await router.flush()
+    await bridge.publish(W1_LOAD, b"now")
+    await eventually(lambda: heard == [b"now"], f"only the new one is heard: {heard}")
+
+
+async def test_a_client_that_nats_py_closed_for_good_is_made_anew_with_its_subscriptions(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+    changes: list[bool] = []
+    router.on_connection_change.append(changes.append)
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await router.subscribe(subjects.ALL_LOAD, hear)
+    await router.flush()
+
+    # What nats-py does at any -ERR other than a stale connection or a denial (e.g. "User Authentication Expired").
+    await router.client._process_err("'user authentication expired'")
+
+    await eventually(lambda: changes[-1:] == [True], "a new client is there")
+    await router.flush()
+    await bridge.publish(W1_LOAD, b"after")
+    await eventually(lambda: heard == [b"after"], "the subscription lives on")
+
+
+async def test_a_first_connection_that_cannot_be_made_says_why(server: NatsServer) -> None:
+    with pytest.raises(BusUnavailable, match=r"(?i)authorization"):
+        await Bus.connect(server.url, name="x", inbox_prefix="_INBOX.x", connect_timeout_s=3)
+
+
+async def test_no_server_is_said_within_the_timeout() -> None:
+    with pytest.raises(BusUnavailable, match="cannot connect"):
+        await Bus.connect("nats://127.0.0.1:1", name="x", inbox_prefix="_INBOX.x", connect_timeout_s=0.3)
