@@ -281,7 +281,7 @@ class Deployment:
             "model-revision": config.model_revision,
         }
         flags = [text for name, value in arguments.items() for text in (f"--{name}", value)]
-        return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details"]
+        return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details", "--dev-mode"]
 
     def _config_of_model(self) -> ModelSection:
         loaded = config_module.load(self._directory / "config.toml", os.environ)

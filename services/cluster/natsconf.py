@@ -4,8 +4,10 @@ Three accounts. APP is where requests and services live; AUTH holds the auth cal
 hear or forge an authentication; SYS is the server's own. Services are nkey users with the permissions of
 `permissions.py`; anybody else is sent through the callout. Only public keys are written here.
 
-Adding a worker is rendering again with one more key and a reload (SIGHUP): connections live on. The server refuses to
-reload a change of the callout block, so that block must not depend on workers.
+Adding a worker is rendering again with one more key and a reload (SIGHUP): services and bridges live on. Tenants are
+cut off for a moment and come back by their client's own reconnect, because the server (2.15) closes, at each reload of
+users, every connection whose user is not in the file. So make the keys of workers that may come (`prefixbus init`)
+before they do. The server refuses to reload a change of the callout block: that block must not depend on workers.
 
 Owns: the text.   Must not know: where it is written, who holds the seeds.   Source: facts/nats.md."""
 
@@ -20,6 +22,9 @@ from .permissions import Access
 MAX_PAYLOAD = 8 * 1024 * 1024
 # What may wait for one connection: four of the largest messages. A client that reads slower than that is cut off.
 MAX_PENDING = 32 * 1024 * 1024
+# Of one connection. A client needs one wildcard inbox; a few hundred serve those that open one for each request. A
+# service has about 20. Per-user limits in the callout's answer are not looked at by a server configured by file.
+MAX_SUBSCRIPTIONS = 512
 # All streams' max_bytes together (provision.py), and half a GiB for what is yet to come.
 MAX_FILE_STORE = 6 * 1024 * 1024 * 1024
 # Ordered consumers keep their state in memory; nothing else does.
@@ -69,6 +74,7 @@ listen: {_text(f"{settings.host}:{settings.port}")}
 http: {_text(f"{settings.host}:{settings.monitor_port}")}
 {ports}max_payload: {MAX_PAYLOAD}
 max_pending: {MAX_PENDING}
+max_subscriptions: {MAX_SUBSCRIPTIONS}
 write_deadline: "5s"
 # A client that reads slowly must not slow down the bridge that writes to it and, through it, everybody else. What it
 # does not read may be dropped: frames are numbered for that reason.

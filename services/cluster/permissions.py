@@ -10,6 +10,8 @@ along.
 
 Owns: the table.   Must not know: keys, files, connections.   Source: DESIGN sections 2 and 9, facts/nats.md."""
 
+import sys
+
 import msgspec
 
 from ..auditor import tenants
@@ -35,6 +37,7 @@ AUDITOR_CONSUMER = "auditor"
 
 WORKER_BRIDGE = "worker_bridge"
 
+_API = "$JS.API"
 _SRV = "$SRV.>"
 _TENANT_INBOXES = "_INBOX.>"
 
@@ -43,8 +46,9 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     """What one role may do. Subjects may carry a queue name after a blank; then only that queue may listen there.
 
     `checks`: streams it may ask about. `follows`: streams it reads through ordered consumers of its own (it may name
-    any subject of the stream). `pulls`: (stream, durable consumer) it takes messages from. `inspects`: streams it reads
-    with any tool. `provisions`: streams it creates and updates."""
+    any subject of the stream). `pulls`: (stream, durable consumer) it takes messages from. `gets`: streams of which it
+    asks for single messages. `browses`: streams it reads with any tool, such as the `nats` command line, through
+    consumers that it names, changes and deletes. `provisions`: streams it creates and updates."""
 
     role: str
     purpose: str
@@ -54,7 +58,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
     pulls: tuple[tuple[str, str], ...] = ()
-    inspects: tuple[str, ...] = ()
+    gets: tuple[str, ...] = ()
+    browses: tuple[str, ...] = ()
     provisions: tuple[str, ...] = ()
     # The reply to a request from the server itself goes to a subject that only the server knows beforehand.
     answers_server: bool = False
@@ -63,29 +68,54 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         """Every subject it may publish to, JetStream's API subjects written out."""
         return (*self.publish, *(subject for group in self._jetstream() for subject in group))
 
-    def _jetstream(self) -> list[list[str]]:
-        api = "$JS.API"
-        # Streams somebody reads are streams they may check.
-        checked = dict.fromkeys((*self.checks, *self.follows, *(stream for stream, _ in self.pulls), *self.inspects))
-        groups = [[f"{api}.STREAM.INFO.{stream}"] for stream in checked]
-        # The form without a name makes ephemeral consumers only: a durable cannot be made or changed through it.
-        groups += [[f"{api}.CONSUMER.CREATE.{stream}", f"$JS.FC.{stream}.>"] for stream in self.follows]
-        groups += [
-            [
-                f"{api}.CONSUMER.INFO.{stream}.{consumer}",
-                f"{api}.CONSUMER.MSG.NEXT.{stream}.{consumer}",
-                f"$JS.ACK.{stream}.{consumer}.>",
-            ]
-            for stream, consumer in self.pulls
-        ]
-        groups += [
-            [f"{api}.STREAM.MSG.GET.{stream}", f"{api}.DIRECT.GET.{stream}", f"{api}.DIRECT.GET.{stream}.>"]
-            for stream in self.inspects
-        ]
-        groups += [
-            [f"{api}.STREAM.{verb}.{stream}" for verb in ("INFO", "CREATE", "UPDATE")] for stream in self.provisions
-        ]
+    def readable(self) -> tuple[str, ...]:
+        """Every stream it may ask about: those it checks, and those it reads in any way."""
+        pulled = [stream for stream, _ in self.pulls]
+        return tuple(dict.fromkeys((*self.checks, *self.follows, *pulled, *self.gets, *self.browses, *self.provisions)))
+
+    def _jetstream(self) -> list[tuple[str, ...]]:
+        groups = [_check(stream) for stream in self.readable()]
+        groups += [_follow(stream) for stream in self.follows]
+        groups += [_pull(stream, consumer) for stream, consumer in self.pulls]
+        groups += [_get(stream) for stream in self.gets]
+        groups += [_browse(stream) for stream in self.browses]
+        groups += [_provision(stream) for stream in self.provisions]
         return groups
+
+
+def _check(stream: str) -> tuple[str, ...]:
+    return (f"{_API}.STREAM.INFO.{stream}",)
+
+
+def _follow(stream: str) -> tuple[str, ...]:
+    # The form without a name makes ephemeral consumers only: a durable cannot be made or changed through it.
+    return (f"{_API}.CONSUMER.CREATE.{stream}", f"$JS.FC.{stream}.>")
+
+
+def _pull(stream: str, consumer: str) -> tuple[str, ...]:
+    return (
+        f"{_API}.CONSUMER.INFO.{stream}.{consumer}",
+        f"{_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}",
+        f"$JS.ACK.{stream}.{consumer}.>",
+    )
+
+
+def _get(stream: str) -> tuple[str, ...]:
+    return (f"{_API}.STREAM.MSG.GET.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.DIRECT.GET.{stream}.>")
+
+
+def _browse(stream: str) -> tuple[str, ...]:
+    return (
+        f"{_API}.CONSUMER.CREATE.{stream}.>",
+        f"{_API}.CONSUMER.INFO.{stream}.*",
+        f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",
+        f"{_API}.CONSUMER.DELETE.{stream}.*",
+        f"$JS.ACK.{stream}.>",
+    )
+
+
+def _provision(stream: str) -> tuple[str, ...]:
+    return (f"{_API}.STREAM.CREATE.{stream}", f"{_API}.STREAM.UPDATE.{stream}")
 
 
 def service_roles() -> tuple[Access, ...]:
@@ -127,7 +157,8 @@ def _tokenizer() -> Access:
     return Access(
         role="tokenizer",
         purpose="takes requests in and routes them on",
-        subscribe=(f"{subjects.ALL_INFER} tokenizer", "_SVC.tokenizer.>", _SRV),
+        # Outcomes teach it how long answers are.
+        subscribe=(f"{subjects.ALL_INFER} tokenizer", subjects.ALL_OUTCOME, "_SVC.tokenizer.>", _SRV),
         publish=(
             subjects.ALL_ROUTE,
             _TENANT_INBOXES,  # error frames
@@ -220,7 +251,9 @@ def _operator() -> Access:
         ),
         checks=(subjects.STREAM_KV_EVENTS,),
         follows=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
-        inspects=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
+        gets=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
+        # Only where nobody's durable consumer could be changed or deleted.
+        browses=(subjects.STREAM_JOURNAL,),
     )
 
 
@@ -251,19 +284,63 @@ def _sys() -> Access:
 
 
 def markdown_table() -> str:
-    """The table as people read it (infra/nats/permissions.md is this text)."""
-    head = ["role", "account", "may subscribe to", "may publish to", "for"]
-    rows = [head, ["---"] * len(head)]
+    """The table as people read it, one row per role; what its last columns mean in JetStream's API is in `legend`."""
+    rows = [["role", "account", "subscribes to", "publishes to", "in JetStream", "purpose"]]
+    rows.append(["---"] * len(rows[0]))
     for access in (*service_roles(), worker_bridge("WORKER")):
-        publish = _cell(access.all_publish())
-        if access.answers_server:
-            publish = "the reply subject of a request it was sent"
-        rows.append([f"`{access.role}`", access.account, _cell(access.subscribe), publish, access.purpose])
-    for scopes, label in ((None, "tenant"), (("SCOPE",), "tenant, scopes listed")):
+        publish = "the reply subject of a request it was sent" if access.answers_server else _cell(access.publish)
+        rows.append(
+            [f"`{access.role}`", access.account, _cell(access.subscribe), publish, _streams(access), access.purpose]
+        )
+    for scopes, role in ((None, "a tenant"), (("SCOPE",), "a tenant's credential with listed scopes")):
         grant = tenants.grant(tenants.Credential(tenant="TENANT", label="LABEL", token_hash="", scopes=scopes))
-        rows.append([label, APP, _cell(grant.subscribe), _cell(grant.publish), "a client; its user is made at connect"])
+        rows.append([role, APP, _cell(grant.subscribe), _cell(grant.publish), "", "a client, let in by the callout"])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def _cell(subjects_: tuple[str, ...]) -> str:
-    return "<br>".join(f"`{subject}`" for subject in subjects_) or "nothing"
+def legend() -> str:
+    """What each word of the column "in JetStream" allows, for a stream S."""
+    words = {
+        "checks": _check("S"),
+        "follows": (*_check("S"), *_follow("S")),
+        "pulls S/C": (*_check("S"), *_pull("S", "C")),
+        "gets from": (*_check("S"), *_get("S")),
+        "browses": (*_check("S"), *_browse("S")),
+        "provisions": (*_check("S"), *_provision("S")),
+    }
+    return "".join(
+        f"- *{word}*: {', '.join(f'`{subject}`' for subject in allowed)}\n" for word, allowed in words.items()
+    )
+
+
+def document() -> str:
+    """infra/nats/permissions.md."""
+    return (
+        "# Who may publish, subscribe and consume what\n\n"
+        "Made by `python -m prefixbus.cluster.permissions > infra/nats/permissions.md`; a test compares the two, and\n"
+        "others ask a real server about every entry and every denial. What is not listed is denied. A word after a\n"
+        "subject is the queue group outside of which nobody may listen there. `WORKER`, `TENANT`, `SCOPE` and `LABEL`\n"
+        f"stand for the names in a key or credential.\n\n{markdown_table()}\n"
+        f"In JetStream, for a stream `S` and a consumer `C`:\n\n{legend()}"
+    )
+
+
+def _streams(access: Access) -> str:
+    pulled = tuple(f"{stream}/{consumer}" for stream, consumer in access.pulls)
+    words = [
+        ("checks", access.checks),
+        ("follows", access.follows),
+        ("pulls", pulled),
+        ("gets from", access.gets),
+        ("browses", access.browses),
+        ("provisions", access.provisions),
+    ]
+    return "<br>".join(f"{word} {_cell(streams, ', ')}" for word, streams in words if streams)
+
+
+def _cell(entries: tuple[str, ...], between: str = "<br>") -> str:
+    return between.join(f"`{entry}`" for entry in entries) or "nothing"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

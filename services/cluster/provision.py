@@ -177,14 +177,12 @@ async def check(js: JetStreamContext, role: str) -> None:
             raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
 
 
-def streams_of(role: str) -> list[str]:
+def streams_of(role: str) -> tuple[str, ...]:
     """The streams that a role may ask about.
 
     :raises KeyError: no such role."""
-    accesses = {access.role: access for access in permissions.service_roles()}
-    access = permissions.worker_bridge("any") if role == permissions.WORKER_BRIDGE else accesses[role]
-    prefix = "$JS.API.STREAM.INFO."
-    return [subject.removeprefix(prefix) for subject in access.all_publish() if subject.startswith(prefix)]
+    accesses = {access.role: access for access in (*permissions.service_roles(), permissions.worker_bridge("any"))}
+    return accesses[role].readable()
 
 
 async def _ensure(js: JetStreamContext, wanted: StreamConfig) -> list[str] | None:

@@ -1,0 +1,415 @@
+# ruff: noqa: TID251 - the shell: HTTP on the event loop, wall clock for `created`
+"""vLLM's HTTP interface over a live engine. Parses, submits, streams; decides nothing about caching or scheduling.
+
+Owns: routes, response ids, the process's life.   Must not know: blocks, event shapes."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from . import api, vocabulary
+from .chat import ChatTemplate
+from .core import DoesNotFit, EngineCore
+from .events import EventPublisher
+from .live import Generation, LiveEngine
+from .metrics import EngineMetrics
+from .profile import PRESETS
+from .request import Request
+from .sequence import NO_TOKEN, EngineNamespace, TokenSequence
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 << 20
+LONG_TEXT_CHARS = 16_384
+"""Text longer than this is tokenised in a thread: about 5 ms of the loop's time."""
+SHUTDOWN_S = 1.0
+"""How long open responses may take to notice a shutdown."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the command line can say. Names follow vLLM's flags where it has them."""
+
+    model_dir: Path
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port, told by the ready line."""
+    block_size: int = 32
+    """What vLLM on CPU uses."""
+    num_gpu_blocks: int = 2048
+    """One of them is the null block, as in vLLM."""
+    max_model_len: int = 8192
+    profile: str = "h100-8b"
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_events_endpoint: str | None = None
+    kv_events_replay_endpoint: str | None = None
+    kv_events_topic: str = ""
+    enable_prompt_tokens_details: bool = False
+    model_revision: str = ""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters, each served under its own model name."""
+    eos_one_in: int = 256
+    """A token is end-of-sequence once in so many, by the digest of all before it, unless ignored; 0: never."""
+    dev_mode: bool = False
+    """Serve /reset_prefix_cache, as vLLM does with VLLM_SERVER_DEV_MODE=1."""
+    ignore_salt: bool = False
+    """Leave the salt out of block keys: provokes wrong hits, to prove that they are detected."""
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    """:raises ValueError: a size makes no sense, or no such profile."""
+    if config.profile not in PRESETS:
+        raise ValueError(f"no profile {config.profile!r}; there are {', '.join(PRESETS)}")
+    profile = PRESETS[config.profile]
+    limits = {"max_num_seqs": config.max_num_seqs, "step_tokens": config.max_num_batched_tokens}
+    profile = msgspec.structs.replace(profile, **{name: value for name, value in limits.items() if value is not None})
+    return EngineCore(
+        profile,
+        block_size=config.block_size,
+        num_blocks=config.num_gpu_blocks - 1,  # vLLM sets its null block apart
+        max_model_len=config.max_model_len,
+    )
+
+
+class EngineServer:
+    """Handlers of one engine. `app` is ready to be served once `engine.run` is running."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        texts: vocabulary.TokenTexts,
+        publisher: EventPublisher | None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._texts = texts
+        self._publisher = publisher
+        self._wall = wall
+        self._started = int(wall())
+        self._chat = ChatTemplate(config.model_dir)
+        self._core = make_core(config)
+        self._metrics = EngineMetrics(self._core, config.served_model_name)
+        adapters = {name: number for number, name in enumerate(config.adapters, 1)}
+        self._adapters = adapters
+        self.engine = LiveEngine(self._core, texts.text, publisher=publisher, watcher=self._metrics, adapters=adapters)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        routes = [
+            web.post("/v1/completions", self.completions),
+            web.post("/v1/chat/completions", self.chat_completions),
+            web.get("/v1/models", self.models),
+            web.post("/tokenize", self.tokenize),
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+            web.get("/sim/stats", self.sim_stats),
+            web.post("/sim/pause", self.sim_pause),
+            web.post("/sim/step", self.sim_step),
+            web.post("/sim/resume", self.sim_resume),
+        ]
+        if config.dev_mode:
+            routes.append(web.post("/reset_prefix_cache", self.reset_prefix_cache))
+        self.app.add_routes(routes)
+
+    # -- generation
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        body = _decoded(api.decode_completion, await http.read())
+        adapter = self._adapter_of(body.model)
+        body.check()
+        prompt = body.single_prompt()
+        if isinstance(prompt, str):
+            prompt = await self._encode(prompt, body.add_special_tokens)
+        return await self._generate(http, body, prompt, body.max_tokens, adapter, api.Dialect)
+
+    async def chat_completions(self, http: web.Request) -> web.StreamResponse:
+        body = _decoded(api.decode_chat, await http.read())
+        adapter = self._adapter_of(body.model)
+        body.check()
+        text = await self._render(body)
+        prompt = await self._encode(text, body.add_special_tokens)
+        return await self._generate(http, body, prompt, body.token_limit, adapter, api.ChatDialect)
+
+    async def _generate(
+        self,
+        http: web.Request,
+        body: api.CompletionRequest | api.ChatRequest,
+        prompt: list[int],
+        max_tokens: int | None,
+        adapter: str | None,
+        dialect_type: type[api.Dialect],
+    ) -> web.StreamResponse:
+        given_id = (
+            http.headers.get("X-Request-Id", "").encode(errors="replace").decode()
+        )  # raw bytes come as surrogates
+        response_id = dialect_type.id_prefix + (given_id or secrets.token_hex(16))
+        model = body.model or self._config.served_model_name
+        dialect = dialect_type(response_id, model, int(self._wall()), prompt if body.return_token_ids else None)
+        request = self._request(response_id, body, prompt, max_tokens, adapter)
+        try:
+            generation = self.engine.submit(request, body.stops, body.include_stop_str_in_output)
+        except DoesNotFit as error:
+            raise api.BadRequest(str(error), "input_tokens") from error
+        try:
+            if body.stream:
+                return await self._stream(http, generation, dialect, body.include_usage)
+            return await self._whole(generation, dialect)
+        finally:
+            self.engine.abort(generation)  # the client left, or writing failed; nothing if the request has ended
+
+    def _request(
+        self,
+        request_id: str,
+        body: api.CompletionRequest | api.ChatRequest,
+        prompt: list[int],
+        max_tokens: int | None,
+        adapter: str | None,
+    ) -> Request:
+        config = self._config
+        namespace = EngineNamespace(body.cache_salt, adapter, config.model_revision)
+        try:
+            sequence = TokenSequence(
+                prompt, self._texts.vocabulary, config.block_size, namespace, ignore_salt=config.ignore_salt
+            )
+        except (OverflowError, TypeError) as error:
+            raise api.BadRequest("prompt must be a list of token ids.", "prompt") from error
+        if sequence.length and max(sequence.ids) >= self._texts.size:
+            raise api.BadRequest(f"Token id {max(sequence.ids)} is out of vocabulary", "prompt")
+        return Request(
+            request_id,
+            sequence,
+            max(1, self._core.longest - sequence.length) if max_tokens is None else max_tokens,
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
+            namespace=namespace,
+            now_ms=self.engine.now_ms(),
+        )
+
+    async def _stream(
+        self, http: web.Request, generation: Generation, dialect: api.Dialect, include_usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(http)
+        ready = dialect.opening()
+        while True:
+            *earlier, (token, text) = await generation.next()
+            for earlier_token, earlier_text in earlier:
+                ready += dialect.chunk(earlier_text, earlier_token)
+            ready += dialect.chunk(text, token, generation.finish_reason, generation.stop_reason)
+            if generation.finish_reason is not None:
+                break
+            await response.write(ready)
+            ready = b""
+        if include_usage:
+            ready += dialect.usage_chunk(self._usage(generation.request))
+        ready += api.DONE
+        await response.write(ready)
+        await response.write_eof()
+        return response
+
+    async def _whole(self, generation: Generation, dialect: api.Dialect) -> web.Response:
+        tokens: list[int] = []
+        texts: list[str] = []
+        while True:
+            pieces = await generation.next()
+            tokens += [token for token, _ in pieces if token != NO_TOKEN]
+            texts += [text for _, text in pieces]
+            if (reason := generation.finish_reason) is not None:
+                break
+        body = dialect.whole("".join(texts), tokens, reason, generation.stop_reason, self._usage(generation.request))
+        return _json(body)
+
+    def _usage(self, request: Request) -> dict[str, object]:
+        cached = request.cached_tokens if self._config.enable_prompt_tokens_details else None
+        return api.usage(request.prompt_tokens, request.outputs, cached)
+
+    def _adapter_of(self, model: str | None) -> str | None:
+        """The adapter a model name stands for; None for the base model.
+
+        :raises NotFound: it is neither."""
+        if model is None or model == self._config.served_model_name:
+            return None
+        if model in self._adapters:
+            return model
+        raise api.NotFound(f"The model `{model}` does not exist.", "model")
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._texts.encode, text, add_special_tokens)
+        return self._texts.encode(text, add_special_tokens)
+
+    async def _render(self, body: api.ChatRequest | api.TokenizeRequest) -> str:
+        return await self._chat.render(
+            body.messages or [],
+            body.tools,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+        )
+
+    # -- the rest of vLLM's routes
+
+    async def models(self, http: web.Request) -> web.Response:
+        base = self._config.served_model_name
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._started,
+                "owned_by": "vllm",
+                "root": str(self._config.model_dir) if name == base else name,
+                "parent": None if name == base else base,
+                "max_model_len": self._config.max_model_len,
+            }
+            for name in (base, *self._config.adapters)
+        ]
+        return _json(orjson.dumps({"object": "list", "data": cards}))
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        body = _decoded(api.decode_tokenize, await http.read())
+        self._adapter_of(body.model)
+        body.check()
+        if body.prompt is not None:
+            tokens = await self._encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            tokens = await self._encode(await self._render(body), body.add_special_tokens is True)
+        strings = [self._texts.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self._config.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        return _json(orjson.dumps(answer))
+
+    async def health(self, http: web.Request) -> web.Response:
+        return web.Response()
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def reset_prefix_cache(self, http: web.Request) -> web.Response:
+        """HTTP 200 either way, as vLLM answers; the body tells whether it was done."""
+        running_too = http.query.get("reset_running_requests", "false").lower() in ("true", "1")
+        return _json(orjson.dumps({"success": self._core.reset_prefix_cache(running_too)}))
+
+    # -- for tests and demos only; vLLM has none of these
+
+    async def sim_stats(self, http: web.Request) -> web.Response:
+        core = self._core
+        stats = {
+            "wrong_hits": core.totals.wrong_hits,
+            "running": len(core.running),
+            "waiting": len(core.waiting),
+            "blocks_used": core.pool.used_count,
+            "blocks_total": core.pool.capacity,
+            "keys_cached": core.pool.cached_keys,
+            "paused": self.engine.paused,
+            "totals": core.totals,
+            "kv_events_endpoint": None if self._publisher is None else self._publisher.endpoint,
+            "kv_events_replay_endpoint": None if self._publisher is None else self._publisher.replay_endpoint,
+            "kv_events_next_seq": None if self._publisher is None else self._publisher.next_seq,
+        }
+        return _json(msgspec.json.encode(stats))
+
+    async def sim_pause(self, http: web.Request) -> web.Response:
+        self.engine.pause()
+        return _json(b"{}")
+
+    async def sim_step(self, http: web.Request) -> web.Response:
+        self.engine.step_once()
+        return _json(b"{}")
+
+    async def sim_resume(self, http: web.Request) -> web.Response:
+        self.engine.resume()
+        return _json(b"{}")
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+def _decoded(decode: Callable[[bytes], T], body: bytes) -> T:
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise api.BadRequest(str(error)) from error
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors leave in vLLM's shape; what nobody expected is logged and told apart from the client's mistakes."""
+    try:
+        return await handler(request)
+    except api.ApiError as error:
+        return web.Response(status=error.status, body=error.body(), content_type="application/json")
+    except web.HTTPException as error:
+        return web.json_response({"detail": error.reason}, status=error.status)  # what FastAPI answers
+    except ConnectionResetError:
+        raise  # the client left while we wrote: there is nobody to answer
+    except Exception:
+        _log.exception("request failed")
+        message = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+        return web.Response(status=500, body=orjson.dumps({"error": message}), content_type="application/json")
+
+
+async def serve(config: EngineConfig, ready: Callable[[str], None], stop: asyncio.Event) -> None:
+    """Serve until `stop` is set; `ready` is called with the base address once requests are taken.
+
+    :raises ValueError, FileNotFoundError, OSError: the configuration, the model directory or an address is unusable."""
+    texts = vocabulary.load(config.model_dir, config.eos_one_in)
+    publisher = None
+    if config.kv_events_endpoint is not None:
+        publisher = EventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint, config.kv_events_topic)
+    try:
+        server = EngineServer(config, texts, publisher)
+        runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+            await site.start()
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(server.engine.run())]
+                if publisher is not None:
+                    background.append(tasks.create_task(publisher.answer_replays()))
+                port = runner.addresses[0][1]
+                ready(f"http://{config.host}:{port}")
+                await stop.wait()
+                for task in background:
+                    task.cancel()
+        finally:
+            await runner.cleanup()
+    finally:
+        if publisher is not None:
+            publisher.close()
+
+
+async def run(config: EngineConfig) -> None:
+    """The process: serve until SIGTERM or SIGINT, telling the address on stdout."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def announce(address: str) -> None:
+        sys.stdout.write(f"engine_sim ready {address}\n")
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+
+    await serve(config, announce, stop)
