@@ -16,7 +16,7 @@ from ..bus import secretfile
 from ..bus.clock import Clock
 from ..bus.errors import PrefixbusError
 from . import jwt, xkey
-from .jwt import AuthRequest, Issuer, Limits
+from .jwt import AuthRequest, Issuer
 from .tenants import Grant, Tenants
 from .tenants import parse as parse_tenants
 
@@ -51,7 +51,7 @@ class TenantsOnDisk:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int, int] | None = None
         self._tenants: Tenants | None = None
 
     def current(self) -> Tenants:
@@ -60,7 +60,7 @@ class TenantsOnDisk:
         :raises ConfigInvalid: the file cannot be read or is not valid; it is tried again at the next call.
         :raises OSError: the file is gone."""
         status = self._path.stat()
-        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        version = (status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode)
         if self._tenants is None or version != self._seen:
             self._tenants = None
             self._tenants = Tenants(parse_tenants(secretfile.read(self._path), self._path.name))
@@ -82,7 +82,7 @@ class Callout:
         tenants: TenantsOnDisk,
         clock: Clock,
         entropy: Callable[[int], bytes],
-        limits: Limits | None = None,
+        user_ttl_s: float = jwt.USER_TTL_S,
         on_result: Callable[[str], None] = lambda result: None,
     ) -> None:
         self._issuer = issuer
@@ -90,7 +90,7 @@ class Callout:
         self._tenants = tenants
         self._clock = clock
         self._entropy = entropy
-        self._limits = limits or Limits()
+        self._user_ttl_s = user_ttl_s
         self._on_result = on_result
         self._log = logging.getLogger("callout")
         self.counts = {"allowed": 0, "denied": 0, "failed": 0}
@@ -132,7 +132,7 @@ class Callout:
             self._count("denied", f"refused a client from {request.client.host}")
             return jwt.deny(self._issuer, request, _REFUSAL, now)
         self._count("allowed", "")
-        return jwt.allow(self._issuer, request, grant, ACCOUNT, self._limits, now)
+        return jwt.allow(self._issuer, request, grant, ACCOUNT, self._user_ttl_s, now)
 
     def _count(self, result: str, line: str) -> None:
         self.counts[result] += 1

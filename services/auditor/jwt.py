@@ -76,17 +76,9 @@ class _RequestClaims(msgspec.Struct, frozen=True):
     exp: int = 0
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant's connection may use. `payload` is in bytes, `user_ttl_s` the longest life of a connection."""
-
-    # A body over max_body_bytes gets the service's error that names the limit, so it has to reach the service: this is
-    # the server's own max_payload, not max_body_bytes.
-    payload: int = 8 * 1024 * 1024
-    # Clients use one wildcard inbox; a few more for those that use one for each request.
-    subscriptions: int = 256
-    # A backstop for connections whose credential was removed, not a session length: at its end nat-py's client closes
-    # for good, so it is long.
-    user_ttl_s: float = 8 * 3600.0
+# A backstop for connections whose credential was removed, not a session length: at its end nats-py's client closes for
+# good, so it is long.
+USER_TTL_S = 8 * 3600.0
 
 
 _request_decoder = msgspec.json.Decoder(_RequestClaims)
@@ -150,22 +142,26 @@ def parse_request(token: bytes, now: float) -> AuthRequest:
     )
 
 
-def allow(issuer: Issuer, request: AuthRequest, grant: Grant, account: str, limits: Limits, now: float) -> str:
-    """The response that lets the client in, as a user of `account` with what `grant` allows."""
-    expires_at = now + limits.user_ttl_s
+def allow(issuer: Issuer, request: AuthRequest, grant: Grant, account: str, ttl_s: float, now: float) -> str:
+    """The response that lets the client in, as a user of `account` with what `grant` allows, for at most `ttl_s`."""
+    expires_at = now + ttl_s
     if grant.expires_at is not None:
         expires_at = min(expires_at, grant.expires_at)
     user = {
         "sub": request.user_nkey,
         "aud": account,
-        "name": f"{grant.tenant}/{grant.label}",
+        # What monitoring shows, and what an administrator who looks for a tenant's connections finds.
+        "name": grant.tenant,
         "exp": int(expires_at),
         "nats": {
             "type": "user",
             "version": 2,
-            "subs": limits.subscriptions,
+            "tags": [f"credential:{grant.label}"],
+            # No limits of its own: a server configured by file does not look at them (2.15). The same for all
+            # connections are in its configuration: max_payload, max_subscriptions, max_pending.
+            "subs": -1,
             "data": -1,
-            "payload": limits.payload,
+            "payload": -1,
             "allowed_connection_types": ["STANDARD"],
             "pub": {"allow": list(grant.publish)},
             "sub": {"allow": list(grant.subscribe)},

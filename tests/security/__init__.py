@@ -1,0 +1,1 @@
+"""What nobody may do, asked of a real server."""
