@@ -284,7 +284,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):
-    """One worker as the decision saw it; all terms in ms."""
+    """One worker as the decision saw it; all terms in ms. `rho` and the KV tokens are what they were made from."""
 
     worker: str
     cached_tokens: int
@@ -297,10 +297,16 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     home_bonus_ms: float
     ttft_ms: float
     cost_ms: float
+    rho: float = 0.0
+    pinned_tokens: int = 0
+    free_tokens: int = 0
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
-    """One decision, and why (JSON, `pb.v1.journal.<request id>`); joined with `Outcome` by request id and attempt."""
+    """One decision, and why (JSON, `pb.v1.journal.<request id>`); joined with `Outcome` by request id and attempt.
+
+    `candidate_workers` are in the order in which they would be tried. From `output_tokens` on: the decision's inputs,
+    so that it can be replayed; `held_blocks` is the deepest any available worker holds."""
 
     v: int
     request_id: str
@@ -319,6 +325,17 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     candidate_workers: list[CandidateRecord]
     excluded: dict[str, str]
     decided_at: float
+    output_tokens: int = 0
+    block_size: int = 0
+    home: str = ""
+    blind: bool = False
+    ordinal: int = 0
+    shared_blocks: int = 0
+    held_blocks: int = 0
+    max_queue_ms: float = 0.0
+    prefill_model: list[float] = []
+    policy_weights: dict[str, str | float | None] = {}
+    code_version: str = ""
 
 
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):

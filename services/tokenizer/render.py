@@ -1,0 +1,95 @@
+"""A chat as its template is given it: what vLLM hands to `apply_chat_template`, from what OpenAI clients send.
+
+    content    a template that loops over content parts gets a list of them, any other one text, parts joined by "\\n"
+    null       no parts: "" or []
+    tool calls arguments become an object, {} if they are not JSON; an empty list of calls is left out
+    tools      type and function alone, name, description and parameters first, null where they are missing
+
+Owns: that shape.   Must not know: templates, tokenizers, NATS.
+Source: vLLM `entrypoints/chat_utils.py` (_parse_chat_message_content, _postprocess_messages), `renderers/hf.py`
+(content format), `entrypoints/openai/*/protocol.py` (tools, template arguments)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+ContentFormat = Literal["string", "openai"]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message; `parts` are its texts in order (none for null content), `tools` a developer's own."""
+
+    role: str
+    parts: list[str]
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    tools: Any = None
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """What of a chat request goes into the prompt."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+def conversation(messages: Sequence[Message], content_format: ContentFormat) -> list[dict[str, Any]]:
+    """The messages as dicts, keys in vLLM's order."""
+    return [_message(message, content_format) for message in messages]
+
+
+def tool_schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    schemas = []
+    for tool in tools:
+        function = {"name": None, "description": None, "parameters": None, **tool["function"]}
+        schemas.append({"type": tool.get("type", "function"), "function": function})
+    return schemas
+
+
+def text_chars(chat: Chat) -> int:
+    """About how long the prompt will be: the characters of all contents (tools and documents are not counted)."""
+    return sum(len(part) for message in chat.messages for part in message.parts)
+
+
+def _message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
+    content: str | list[dict[str, str]]
+    if content_format == "openai" and message.role != "tool":
+        content = [{"type": "text", "text": part} for part in message.parts]
+    else:
+        content = "\n".join(message.parts)
+    result: dict[str, Any] = {"role": message.role, "content": content}
+    if message.role == "assistant":
+        if message.tool_calls:
+            result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+        if message.reasoning is not None:
+            result["reasoning"] = result["reasoning_content"] = message.reasoning
+    elif message.role == "tool" and message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        result["name"] = message.name
+    if message.role == "developer":
+        result["tools"] = message.tools
+    return result
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    elif not isinstance(arguments, dict | list):
+        arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -1,0 +1,88 @@
+"""Equal digests mean equal models, and a namespace holds all of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from prefixbus.bus import identity, revision
+from prefixbus.bus.config import ModelSection
+from prefixbus.bus.errors import ConfigInvalid
+from prefixbus.bus.identity import ModelIdentity
+from prefixbus.bus.namespace import EPOCH_ZERO
+
+identities = st.builds(ModelIdentity)
+SECTION = ModelSection(tokenizer="t", model_revision="sha256:m")
+
+
+@given(identities, identities)
+def test_no_two_identities_share_a_digest(one: ModelIdentity, other: ModelIdentity) -> None:
+    assume(one != other)
+
+    assert one.digest() != other.digest()
+
+
+@pytest.mark.parametrize("field", ModelIdentity.__struct_fields__)
+def test_every_field_changes_the_digest(field: str) -> None:
+    base = identity.of_model("m", SECTION)
+    changed: Any = getattr(base, field)
+
+    other = msgspec.structs.replace(base, **{field: changed + (1 if isinstance(changed, int) else "x")})
+
+    assert other.digest() != base.digest()
+    assert len(base.digest()) == 16
+
+
+@given(identities, st.text(), st.text(), st.text())
+def test_a_namespace_holds_the_whole_identity_and_the_caller(
+    one: ModelIdentity, tenant: str, scope: str, salt: str
+) -> None:
+    space = one.namespace(tenant, scope, salt)
+
+    assert {field: getattr(space, field) for field in one.__struct_fields__} == msgspec.structs.asdict(one)
+    assert (space.tenant, space.scope, space.client_salt, space.acl_epoch) == (tenant, scope, salt, EPOCH_ZERO)
+
+
+def test_revisions_that_the_config_names_win_over_those_of_the_files() -> None:
+    named = msgspec.structs.replace(SECTION, tokenizer_revision="named")
+    found = revision.Revisions(tokenizer="found", template="found")
+
+    made = identity.of_model("m", named, found)
+
+    assert (made.tokenizer_revision, made.template_version) == ("named", "found")
+
+
+def tokenizer_directory(path: Path, **config: Any) -> Path:
+    path.mkdir()
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_template_or_a_token_it_prints_changes_the_template_alone(tmp_path: Path) -> None:
+    base = revision.of_directory(tokenizer_directory(tmp_path / "a", chat_template="x", eos_token="e", other=1))
+    same = revision.of_directory(tokenizer_directory(tmp_path / "b", chat_template="x", eos_token={"content": "e"}))
+    template = revision.of_directory(tokenizer_directory(tmp_path / "c", chat_template="y", eos_token="e"))
+    token = revision.of_directory(tokenizer_directory(tmp_path / "d", chat_template="x", eos_token="f"))
+
+    assert same == base
+    assert len({base.template, template.template, token.template}) == 3
+    assert {base.tokenizer, template.tokenizer, token.tokenizer} == {base.tokenizer}
+
+
+def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
+    directory = tokenizer_directory(tmp_path / "a")
+    before = revision.of_directory(directory)
+
+    (directory / "chat_template.jinja").write_text("x")
+
+    assert revision.of_directory(directory).template != before.template
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match="cannot be read"):
+        revision.of_directory(tmp_path)

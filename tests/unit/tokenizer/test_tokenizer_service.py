@@ -1,0 +1,396 @@
+"""The shell: each request gets one answer, from here or from where it was routed; a forged reply gets none."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from support import models
+
+from prefixbus.bus import blockkeys, namespace, subjects
+from prefixbus.bus.clock import VirtualClock
+from prefixbus.bus.config import Config, LimitsSection, ModelSection, TokenizerSection
+from prefixbus.bus.connection import OVERSIZED_HEADERS
+from prefixbus.bus.errors import ConfigInvalid
+from prefixbus.bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
+from prefixbus.bus.runtime import Runtime
+from prefixbus.tokenizer import service
+from prefixbus.tokenizer.model import TokenizerModel
+from prefixbus.tokenizer.service import Tokenizer
+
+SUBJECT = subjects.infer("acme", "tiny/1", "team-a")
+# Too long to be encoded in place.
+LONG_TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+REPLY = "_INBOX.acme.c1.r1"
+BODY = {"messages": [{"role": "user", "content": "The quick brown fox. " * 30}], "max_tokens": 8}
+
+
+class Sent:
+    """One published message."""
+
+    def __init__(self, subject: str, payload: bytes, reply: str, headers: dict[str, str]) -> None:
+        self.subject = subject
+        self.payload = payload
+        self.reply = reply
+        self.headers = headers
+
+
+class FakeSubscription:
+    async def drain(self) -> None:
+        pass
+
+
+class FakeBus:
+    """A bus that keeps what is published, and hands in what a test says."""
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+        self.callbacks: dict[str, Callable[[Msg], Awaitable[None]]] = {}
+        self.connected = True
+        self._changed = asyncio.Event()
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        self.sent.append(Sent(subject, payload, reply, headers or {}))
+        self._changed.set()
+
+    async def publish_acked(self, subject: str, payload: bytes, *, msg_id: str = "") -> int:
+        await self.publish(subject, payload)
+        return len(self.sent)
+
+    async def subscribe(
+        self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, queue: str = ""
+    ) -> FakeSubscription:
+        self.callbacks[subject] = callback
+        self._changed.set()
+        return FakeSubscription()
+
+    async def flush(self) -> None:
+        pass
+
+    async def until(self, true: Callable[[], Any]) -> Any:
+        while not (result := true()):
+            self._changed.clear()
+            await self._changed.wait()
+        return result
+
+    async def sent_to(self, subject: str, count: int = 1) -> list[Sent]:
+        """The first `count` messages on a subject, once there are so many."""
+        found: list[Sent] = await self.until(
+            lambda: len(on := [one for one in self.sent if one.subject == subject]) >= count and on
+        )
+        return found
+
+
+class HeldModel(TokenizerModel):
+    """A tokenizer that encodes when it is let go."""
+
+    def __init__(self, model: TokenizerModel) -> None:
+        self.__dict__.update(model.__dict__)
+        self.go = threading.Event()
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        self.go.wait(10)
+        return super().encode(texts)
+
+
+class FailingModel(HeldModel):
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        raise ZeroDivisionError("nobody foresaw this")
+
+
+class Stage:
+    """A running service on a fake bus."""
+
+    def __init__(self, rt: Runtime, bus: FakeBus, clock: VirtualClock, served: Tokenizer) -> None:
+        self.rt = rt
+        self.bus = bus
+        self.clock = clock
+        self.service = served
+
+    async def send(
+        self, body: Any = BODY, *, subject: str = SUBJECT, reply: str = REPLY, headers: dict[str, str] | None = None
+    ) -> None:
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        message = Msg(_client=Client(), subject=subject, reply=reply, data=data, headers=headers)
+        await self.bus.callbacks[subjects.ALL_INFER](message)
+
+    async def routed(self, model: str = "tiny/1", count: int = 1) -> tuple[Route, Job, Sent]:
+        sent = (await self.bus.sent_to(subjects.route(model), count))[-1]
+        route = ROUTE.decode(sent.payload)
+        return route, JOB.decode(route.job), sent
+
+    async def refused(self) -> dict[str, str]:
+        return (await self.bus.sent_to(REPLY))[0].headers
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.rt.registry.get_sample_value(f"prefixbus_tokenizer_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def running(
+    tmp_path: Path, tokenizer: TokenizerModel | None = None, limits: LimitsSection | None = None, max_in_work: int = 256
+) -> AsyncIterator[Stage]:
+    (tmp_path / "creds").mkdir()
+    key = tmp_path / "creds" / "namespace.key"
+    key.write_text("07" * 32)
+    key.chmod(0o600)
+    section = ModelSection(tokenizer=str(models.tiny()), model_revision="sha256:w", block_size=16, max_model_len=2048)
+    config = Config(
+        limits=limits or LimitsSection(),
+        models={"tiny/1": section, "broken": section},
+        tokenizer=TokenizerSection(max_in_work=max_in_work),
+    )
+    clock, bus = VirtualClock(), FakeBus()
+    rt = Runtime("tokenizer", "t1", tmp_path, config, clock)
+    rt.bus = bus  # type: ignore[assignment]  # the part of a bus that this service uses
+    loaded = service.load_model("tiny/1", section, tmp_path)
+    if tokenizer is not None:
+        loaded = msgspec.structs.replace(loaded, tokenizer=tokenizer)
+    served = Tokenizer(rt, {"tiny/1": loaded}, {"broken": "its files are gone"}, service.Metrics(rt.registry))
+    task = asyncio.create_task(served.run())
+    await bus.until(lambda: subjects.ALL_INFER in bus.callbacks)
+    try:
+        yield Stage(rt, bus, clock, served)
+    finally:
+        rt.stopping.set()
+        await task
+
+
+async def test_a_request_goes_to_the_router_with_all_that_is_needed(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        headers = {"Pb-Request-Id": "mine", "Pb-Prefix-Class": "rag", "Pb-Deadline": str(stage.clock.wall() + 9)}
+
+        await stage.send({**BODY, "cache_salt": "pepper"}, headers=headers)
+
+        route, job, sent = await stage.routed()
+        space = job.namespace
+        ns_id = namespace.ns_id(bytes([7] * 32), space)
+        assert (space.tenant, space.scope, space.model, space.client_salt) == ("acme", "team-a", "tiny/1", "pepper")
+        assert route.ns_id == ns_id
+        assert route.keys == blockkeys.chain(job.tokens, 16, namespace.seed(ns_id))
+        assert route.prompt_tokens == len(job.tokens) // 4 > 64
+        assert (route.client_request_id, route.tenant, route.model, route.prefix_class) == (
+            "mine",
+            "acme",
+            "tiny/1",
+            "rag",
+        )
+        assert route.output_tokens == 8
+        assert (route.reply, job.reply) == (REPLY, REPLY)
+        assert (job.kind, orjson.loads(job.params), job.include_usage) == ("chat", {"max_tokens": 8}, True)
+        assert job.deadline_at == stage.clock.wall() + 9 + stage.rt.config.limits.clock_skew_s
+        assert sent.reply == f"_SVC.tokenizer.t1.nr.{route.request_id}"
+        assert len(stage.bus.sent) == 1
+        await stage.bus.until(lambda: stage.metric("requests_total", code="ok"))
+
+
+async def test_a_request_without_an_id_is_known_by_ours(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send()
+
+        route, job, _ = await stage.routed()
+        assert route.client_request_id == job.client_request_id == route.request_id
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "_INBOX.other.r1",
+        "_INBOX.acme",
+        "_INBOX.acme.*",
+        "_SVC.router.x",
+        "$JS.API.STREAM.DELETE.AUDIT",
+        "pb.v1.route.x",
+    ],
+)
+async def test_a_forged_reply_gets_no_message_and_is_recorded(tmp_path: Path, reply: str) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send(reply=reply)
+
+        (sent,) = await stage.bus.sent_to("pb.v1.audit.tokenizer.t1")
+        fact: Fact = FACT.decode(sent.payload)
+        assert (fact.kind, fact.tenant, fact.scope, fact.detail) == ("forged_reply", "acme", "team-a", reply)
+        assert [one.subject for one in stage.bus.sent] == ["pb.v1.audit.tokenizer.t1"]
+        assert stage.metric("requests_total", code="forged_reply") == 1
+
+
+async def test_a_request_without_a_reply_is_only_counted(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send(reply="")
+        await stage.send()
+
+        await stage.routed()
+        assert stage.metric("requests_total", code="no_reply") == 1
+        assert len(stage.bus.sent) == 1
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "not JSON": ({"body": b"{"}, "invalid_json", "400"),
+    "unknown model": ({"subject": subjects.infer("acme", "other")}, "unknown_model", "404"),
+    "a model that cannot be loaded": ({"subject": subjects.infer("acme", "broken")}, "unavailable", "503"),
+    "a malformed subject": ({"subject": "pb.v1.infer.acme.tiny.a.b"}, "bad_subject", "400"),
+    "too long a prompt": ({"body": {"prompt": list(range(100)) * 21}}, "context_too_long", "400"),
+    "a large body": ({"body": b" " * 2001}, "too_large", "413"),
+    "large headers": ({"headers": {OVERSIZED_HEADERS: "1000000"}}, "headers_too_large", "431"),
+    "an expired deadline": ({"headers": {"Pb-Deadline": "5"}}, "deadline_exceeded", "504"),
+    "an image": (
+        {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
+        "unsupported",
+        "400",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+async def test_a_request_that_goes_no_further_gets_one_ending_frame(tmp_path: Path, name: str) -> None:
+    what, code, status = REFUSALS[name]
+    limits = LimitsSection(max_body_bytes=2000 if name == "a large body" else 1 << 20)
+    async with running(tmp_path, limits=limits) as stage:
+        await stage.send(**{**what, "headers": {"Pb-Request-Id": "mine", **what.get("headers", {})}})
+
+        headers = await stage.refused()
+        assert (headers["Pb-Error"], headers["Nats-Service-Error-Code"]) == (code, status)
+        assert (headers["Pb-Final"], headers["Pb-Seq"], headers["Pb-Request-Id"]) == ("1", "0", "mine")
+        assert len(headers["Nats-Service-Error"]) > 20
+        assert stage.bus.sent[0].payload == b""
+        assert len(stage.bus.sent) == 1
+
+        await stage.send()
+
+        await stage.routed()
+
+
+async def test_a_broken_model_is_told_by_readiness(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        assert stage.rt.not_ready_because() == "broken: its files are gone"
+
+
+async def test_a_failure_nobody_foresaw_ends_that_request_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, FailingModel(models.load(models.tiny()))) as stage:
+        await stage.send()
+
+        assert (await stage.refused())["Pb-Error"] == "internal"
+        await stage.send({"prompt": [1, 2, 3]})
+        await stage.routed()
+
+
+async def test_when_no_router_listens_the_client_hears_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send(headers={"Pb-Request-Id": "mine"})
+        _, _, sent = await stage.routed()
+        status = Msg(_client=Client(), subject=sent.reply, headers={"Status": "503"})
+
+        await stage.bus.callbacks["_SVC.tokenizer.t1.nr.*"](status)
+        await stage.bus.callbacks["_SVC.tokenizer.t1.nr.*"](status)
+
+        (frame,) = await stage.bus.sent_to(REPLY)
+        assert (frame.headers["Pb-Error"], frame.headers["Pb-Request-Id"]) == ("unavailable", "mine")
+
+
+async def test_a_slow_request_is_kept_company(tmp_path: Path) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    async with running(tmp_path, held) as stage:
+        await stage.send({**BODY, "messages": [{"role": "user", "content": LONG_TEXT}]})
+        await asyncio.sleep(0)
+
+        stage.clock.advance(1)
+
+        frame = (await stage.bus.sent_to(REPLY))[0]
+        assert orjson.loads(frame.payload)["choices"] == []
+        assert "Pb-Seq" not in frame.headers
+        held.go.set()
+        await stage.routed()
+
+
+async def test_what_waits_for_room_is_taken_in_order_and_ended_before_stopping(tmp_path: Path) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    async with running(tmp_path, held, max_in_work=1) as stage:
+        await stage.send({"prompt": LONG_TEXT})
+        second = asyncio.create_task(stage.send({"prompt": [1]}))
+        third = asyncio.create_task(stage.send({"prompt": [1, 2]}))
+        await asyncio.sleep(0)
+        assert not stage.bus.sent
+
+        held.go.set()
+        await asyncio.gather(second, third)
+        stage.rt.stopping.set()
+
+        await stage.routed(count=3)
+        routes = [ROUTE.decode(one.payload).prompt_tokens for one in stage.bus.sent]
+        assert routes[1:] == [1, 2]
+
+
+async def test_a_deadline_that_passes_while_tokenising_is_one_error(tmp_path: Path) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    async with running(tmp_path, held, limits=LimitsSection(clock_skew_s=0)) as stage:
+        await stage.send({"prompt": LONG_TEXT}, headers={"Pb-Deadline": str(stage.clock.wall() + 9)})
+        await asyncio.sleep(0)
+
+        stage.clock.advance(10)
+        held.go.set()
+
+        await stage.bus.until(lambda: any("Pb-Final" in one.headers for one in stage.bus.sent))
+        ends = [one.headers for one in stage.bus.sent if "Pb-Seq" in one.headers]
+        assert [headers["Pb-Error"] for headers in ends] == ["deadline_exceeded"]
+        assert {one.subject for one in stage.bus.sent} == {REPLY}
+
+
+async def test_answers_teach_the_length_of_answers(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        outcome = Outcome(
+            v=VERSION,
+            request_id="r",
+            client_request_id="r",
+            attempt=1,
+            worker="w",
+            incarnation=1,
+            tenant="acme",
+            model="tiny/1",
+            ns_id="",
+            status="ok",
+            error="",
+            prefix_class="system",
+            decision="",
+            prompt_tokens=1,
+            predicted_tokens=0,
+            cached_tokens=0,
+            prefill_tokens=1,
+            output_tokens=40,
+            queue_wait_ms=0,
+            ttft_ms=0,
+            total_ms=0,
+            ended_at=0,
+        )
+        for _ in range(600):
+            await stage.bus.callbacks[subjects.ALL_OUTCOME](
+                Msg(_client=Client(), subject="pb.v1.outcome.w.r", data=OUTCOME.encode(outcome))
+            )
+        await stage.bus.callbacks[subjects.ALL_OUTCOME](Msg(_client=Client(), subject="x", data=b"junk"))
+
+        await stage.send({"prompt": [1, 2], "max_tokens": 1000})
+
+        route, _, _ = await stage.routed()
+        assert 40 <= route.output_tokens <= 60
+
+
+def test_files_of_another_revision_are_not_served(tmp_path: Path) -> None:
+    section = ModelSection(tokenizer=str(models.tiny()), model_revision="w", template_version="sha256:other")
+
+    with pytest.raises(ConfigInvalid, match=r"models.m.template_version: is sha256:other, but the files are sha256:"):
+        service.load_model("m", section, tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_is_not_served(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    with pytest.raises(ConfigInvalid, match="cannot be loaded"):
+        service.load_model("m", ModelSection(tokenizer=".", model_revision="w"), tmp_path)
