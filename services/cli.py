@@ -276,7 +276,7 @@ def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engi
         stop = _stop_event()
         with tempfile.TemporaryDirectory(prefix="prefixbus-demo-") as folder:
             directory = Path(folder) / "state"
-            options = deployment.Options(workers=workers)
+            options = deployment.Options(workers=workers, kv_tokens=demo_module.KV_TOKENS)
             running = deployment.Deployment(directory, options, _say)
             report = deployment.prepare(directory, running.workers)
             assert report.demo is not None

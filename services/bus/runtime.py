@@ -142,25 +142,26 @@ async def _serve(service: str, instance: str, state: Path, config: Config, seed:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, rt.stopping.set)
-    site = await _serve_http(rt)
+    http = await _serve_http(rt)
     run_file = state / "run" / f"{instance}.json"
     try:
         await _announce(bus.client, rt)
         bus.on_new_client.append(lambda client: _announce(client, rt))
-        _write_run_file(run_file, rt, _port(site))
+        _write_run_file(run_file, rt, http.addresses[0][1])
         async with anyio.create_task_group() as task_group:
             rt.task_group = task_group
             task_group.start_soon(_bound_the_drain, rt)
             await run(rt)
             task_group.cancel_scope.cancel()
         return 0
-    except BaseExceptionGroup as group:
-        for error in group.exceptions:
-            rt.caught(error, "the service ends")
+    except Exception as error:
+        # The edge of the process: whatever it is, it is said, and whoever started the process starts it again.
+        for each in error.exceptions if isinstance(error, ExceptionGroup) else [error]:
+            rt.caught(each, "the service ends")
         return 1
     finally:
         run_file.unlink(missing_ok=True)
-        await site.stop()
+        await http.cleanup()
         await bus.close()
 
 
@@ -184,7 +185,7 @@ async def _announce(client: Client, rt: Runtime) -> None:
     )
 
 
-async def _serve_http(rt: Runtime) -> web.TCPSite:
+async def _serve_http(rt: Runtime) -> web.AppRunner:
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(rt.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -199,16 +200,8 @@ async def _serve_http(rt: Runtime) -> web.TCPSite:
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, rt.config.http.host, rt.config.http.port)
-    await site.start()
-    return site
-
-
-def _port(site: web.TCPSite) -> int:
-    server = site._server
-    assert server is not None and isinstance(server, asyncio.Server)
-    port: int = server.sockets[0].getsockname()[1]
-    return port
+    await web.TCPSite(runner, rt.config.http.host, rt.config.http.port).start()
+    return runner
 
 
 def _write_run_file(path: Path, rt: Runtime, port: int) -> None:

@@ -36,7 +36,7 @@ from ..bus.errors import ConfigInvalid, PrefixbusError
 from ..bus.namespace import derive_key
 from . import natsconf, permissions
 
-PURPOSES = ("namespace", "salt", "memo")
+PURPOSES = ("namespace", "salt", "memo", "journal")
 DEMO_TENANT = "demo"
 DEFAULT_LABEL = "default"
 _DIRECTORIES = ("nats", "creds", "models", "logs", "run")

@@ -23,6 +23,8 @@ _QUESTIONS = (
     "Which constants have a unit, and which unit?",
     "What happens when a message is lost?",
     "Which of these functions are pure?",
+    "Which part of it would you test first, and how?",
+    "What would a reader of this file misunderstand?",
 )
 _SERVICES = ("tokenizer", "router", "directory", "auditor", "bridge", "gateway", "console", "scheduler")
 _FAULTS = ("does not answer", "answers late", "answers twice", "restarts by itself", "fills its disk", "refuses work")
