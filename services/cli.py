@@ -56,6 +56,8 @@ TOKEN_VARIABLE = "PREFIXBUS_TOKEN"
 
 def main() -> int:
     """The exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage."""
+    # Whatever is written (logs, run files, the server's store) is for its owner alone.
+    os.umask(0o077)
     try:
         app()
     except PrefixbusError as exc:
@@ -94,6 +96,7 @@ def up(
     state: State = DEFAULT_STATE,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Engines, each with its bridge.")] = 3,
     engine: Annotated[str, typer.Option(help="What stands behind the bridges; only 'sim' so far.")] = "sim",
+    model: Annotated[str, typer.Option(help="The model that the engines serve, from config.toml.")] = "smollm2",
     scale: Annotated[str, typer.Option(help="Copies: tokenizer=2,router=2,directory=2,auditor=2.")] = "",
     port: Annotated[int, typer.Option(help="Port of the NATS server; a free one is taken when it is not.")] = 4222,
 ) -> None:
@@ -106,7 +109,9 @@ def up(
     if not deployment.port_is_free(port):
         _say(f"port {port} is taken; a free one is used")
         port = 0
-    options = deployment.Options(workers=workers, scale=_parse_scale(scale, deployment.SCALABLE), nats_port=port)
+    options = deployment.Options(
+        workers=workers, model=model, scale=_parse_scale(scale, deployment.SCALABLE), nats_port=port
+    )
 
     async def work() -> None:
         stop = _stop_event()

@@ -135,4 +135,4 @@ class BlockPool:
             del entry[block]
             if len(entry) == 1:
                 self._cached[key] = next(iter(entry))
-        if key not in self._cached: self.removed.append(key)
+        self.removed.append(key)

@@ -1,0 +1,695 @@
+"""Who is alive, in which life, and whether we have heard all of it: leases, incarnations, order of events, dumps.
+
+Owns: the record of each worker and its slot; it writes the index it is given and returns what else is to be done.
+Must not know: NATS, clocks, load, what anyone does with an effect.
+Units: times in seconds on the caller's monotonic clock; `seq` counts a worker's event messages from 1 within an
+incarnation; keys as index.py. Source: DESIGN 5 (Leases, Order and loss).
+
+Two devices carry most of it:
+- Whatever voids a worker's entries (restart, cleared cache, lease, dump) gives it a new slot and closes the old one, so
+  it is right at once and swept later. A dump fills a slot that lookups cannot see, and is revealed when it is whole.
+- Events say what *is* (held, not held), so doing a suffix of them over again is harmless. Of a worker whose story has
+  holes the last events are kept: a late one is put in place and what follows it repeated, and a dump gets all that came
+  after its seq."""
+
+import bisect
+import enum
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple, assert_never
+
+from ..bus.messages import Cleared, Removed, Stored
+from .index import Index
+
+Op = Stored | Removed | Cleared
+
+# --- what comes out ---
+
+
+@dataclass(frozen=True, slots=True)
+class AskDump:
+    """Ask the bridge for all it holds. `reason`: `gap` (events are missing), `tail` (the last are), `returned` (its
+    entries were voided while it was silent), `orphans` (too many blocks of unknown parents)."""
+
+    worker: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewIncarnation:
+    """A worker began, or began again: all we knew of its earlier lives is void. No work before `WorkerBack`."""
+
+    worker: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBack:
+    """Heard, for the first time or again: may be given work."""
+
+    worker: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSuspect:
+    """Silent: no new work. Its entries stay."""
+
+    worker: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Silent for too long: its entries are void."""
+
+    worker: str
+    incarnation: int
+
+
+Effect = AskDump | NewIncarnation | WorkerBack | WorkerSuspect | WorkerLost
+NO_EFFECTS: Sequence[Effect] = ()
+
+# --- the lease ---
+
+
+class Lease(enum.Enum):
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+class Sign(enum.Enum):
+    HEARD = "heard"
+    """A heartbeat of the current incarnation."""
+    QUIET = "quiet"
+    EXPIRED = "expired"
+    REPLACED = "replaced"
+    """A message of a newer incarnation."""
+
+
+_Turn = tuple[Lease, type[NewIncarnation | WorkerBack | WorkerSuspect | WorkerLost] | None]
+
+# (state, sign) -> (next state, effect). A worker enters as a lost one REPLACED. A lost one is not watched, so its
+# silence is no sign.
+LEASES: dict[tuple[Lease, Sign], _Turn] = {
+    (Lease.ALIVE, Sign.HEARD): (Lease.ALIVE, None),
+    (Lease.ALIVE, Sign.QUIET): (Lease.SUSPECT, WorkerSuspect),
+    (Lease.ALIVE, Sign.EXPIRED): (Lease.LOST, WorkerLost),
+    (Lease.ALIVE, Sign.REPLACED): (Lease.SUSPECT, NewIncarnation),
+    (Lease.SUSPECT, Sign.HEARD): (Lease.ALIVE, WorkerBack),
+    (Lease.SUSPECT, Sign.QUIET): (Lease.SUSPECT, None),
+    (Lease.SUSPECT, Sign.EXPIRED): (Lease.LOST, WorkerLost),
+    (Lease.SUSPECT, Sign.REPLACED): (Lease.SUSPECT, NewIncarnation),
+    (Lease.LOST, Sign.HEARD): (Lease.ALIVE, WorkerBack),
+    (Lease.LOST, Sign.REPLACED): (Lease.SUSPECT, NewIncarnation),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Bounds of the ledger. Times in seconds."""
+
+    suspect_after_s: float = 0.6
+    lost_after_s: float = 3.0
+    # A late message mends a gap for nothing: what a publisher's retry takes.
+    gap_grace_s: float = 0.2
+    # Heartbeats overtake events, which go through a stream.
+    tail_grace_s: float = 0.5
+    # Between two dumps asked of one worker; doubles while none comes, since a dump waits behind the same backlog.
+    ask_every_s: float = 1.0
+    ask_at_least_every_s: float = 30.0
+    # A dump that goes on arriving is not asked for again.
+    dump_stall_s: float = 2.0
+    # A larger hole is not awaited: only a dump mends it.
+    missing_max: int = 256
+    # Events kept of a worker with holes: what a late one may have to repeat (about 2 ms), and what may come between
+    # the moment a dump is true for and its first part.
+    recent_blocks_max: int = 4096
+    orphan_blocks_max: int = 4096
+    # Keys removed while a dump arrives.
+    removed_keys_max: int = 65536
+    # How long, and of how many, the last incarnation is remembered after the lease ran out.
+    forget_lost_after_s: float = 600.0
+    lost_max: int = 4096
+
+
+# --- what is kept ---
+
+
+class WorkerView(NamedTuple):
+    """A worker as lookups should judge it. `slot` is None if it is lost; `complete` is false while its entries may be
+    wrong: usable, but less trusted."""
+
+    worker: str
+    incarnation: int
+    lease: Lease
+    slot: int | None
+    complete: bool
+    last_seq: int
+
+
+class _Kept(NamedTuple):
+    seq: int
+    ops: Sequence[Op]
+    blocks: int
+
+
+class _Dump:
+    """A dump on its way in: an invisible slot that also gets every event after `true_for_seq`.
+
+    `removed` are the keys that those events removed, be they stored again or not: later parts have no say in them."""
+
+    __slots__ = ("dump_id", "parts", "removed", "removed_count", "seen", "slot", "true_for_seq")
+
+    def __init__(self, dump_id: int, parts: int, true_for_seq: int, slot: int) -> None:
+        self.dump_id = dump_id
+        self.parts = parts
+        self.true_for_seq = true_for_seq
+        self.slot = slot
+        self.seen: set[int] = set()
+        self.removed: dict[bytes, set[int]] = {}
+        self.removed_count = 0
+
+
+class _Orphans:
+    """Runs whose parent the worker is not known to hold, by that parent. A lookup must not see them: behind a hole
+    they would look like the end of an unbroken chain."""
+
+    __slots__ = ("blocks", "runs")
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[bytes, int], set[bytes]] = {}
+        self.blocks = 0
+
+    def add(self, ns_id: bytes, parent: int, keys: bytes) -> None:
+        runs = self.runs.setdefault((ns_id, parent), set())
+        if keys not in runs:
+            runs.add(keys)
+            self.blocks += len(keys) // 8
+
+    def take(self, ns_id: bytes, parent: int) -> set[bytes]:
+        runs = self.runs.pop((ns_id, parent), set())
+        self.blocks -= sum(len(keys) for keys in runs) // 8
+        return runs
+
+    def remove(self, ns_id: bytes, keys: bytes) -> None:
+        """Cut these keys out of the runs; what followed one waits for it."""
+        gone = set(_u64s(keys))
+        for of_ns_id, parent in list(self.runs):
+            if of_ns_id != ns_id:
+                continue
+            for run in self.take(ns_id, parent):
+                before, piece = parent, array("Q")
+                for key in _u64s(run):
+                    if key not in gone:
+                        piece.append(key)
+                        continue
+                    if piece:
+                        self.add(ns_id, before, piece.tobytes())
+                    before, piece = key, array("Q")
+                if piece:
+                    self.add(ns_id, before, piece.tobytes())
+
+    def clear(self) -> None:
+        self.runs.clear()
+        self.blocks = 0
+
+
+class _Worker:
+    """One worker's current incarnation. `last_seq` is the highest seq seen.
+
+    The story is `complete` unless seqs below `last_seq` are `missing`, or are given up (all through `lost_through`), or
+    are overdue above it (a heartbeat named them: through `overdue_through`). While it is not, `recent` holds every
+    event received with seq >= `floor`."""
+
+    __slots__ = (
+        "ask_at",
+        "ask_wait_s",
+        "asked_at",
+        "claim_due_at",
+        "claimed_seq",
+        "complete",
+        "done_dump_id",
+        "dump",
+        "floor",
+        "heard_at",
+        "incarnation",
+        "last_seq",
+        "lease",
+        "lost_through",
+        "missing",
+        "name",
+        "orphans",
+        "overdue_through",
+        "reason",
+        "recent",
+        "recent_blocks",
+        "slot",
+    )
+
+    def __init__(
+        self, name: str, incarnation: int, lease: Lease, slot: int, heard_at: float, ask_wait_s: float
+    ) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.lease = lease
+        self.heard_at = heard_at
+        self.slot = slot
+        self.last_seq = 0
+        self.complete = True
+        self.missing: set[int] = set()
+        self.lost_through = 0
+        self.overdue_through = 0
+        self.claimed_seq = 0
+        self.claim_due_at = math.inf
+        self.recent: list[_Kept] = []
+        self.recent_blocks = 0
+        self.floor = 1
+        self.orphans = _Orphans()
+        self.dump: _Dump | None = None
+        self.done_dump_id = -1
+        self.reason = ""
+        self.ask_at = math.inf
+        self.asked_at = -math.inf
+        self.ask_wait_s = ask_wait_s
+
+    def view(self) -> WorkerView:
+        slot = None if self.lease is Lease.LOST else self.slot
+        return WorkerView(self.name, self.incarnation, self.lease, slot, self.complete, self.last_seq)
+
+
+class Ledger:
+    """Takes what workers say, keeps the index true to it, and returns what else is to be done about it.
+
+    An event message in order costs about 0.3 us here beside the index's own work. A message of an older incarnation, a
+    repeated or an uncalled-for one changes nothing and has no effects."""
+
+    def __init__(self, index: Index, rules: Rules | None = None) -> None:
+        self._index = index
+        self._slots = index.slots
+        self._rules = rules or Rules()
+        self._leased: dict[str, _Worker] = {}
+        # Longest silent first.
+        self._lost: dict[str, _Worker] = {}
+        self._worker_at: dict[int, str] = {}
+        self._cut_at: float | None = None
+        self._cut_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Ledger leased={len(self._leased)} lost={len(self._lost)} cut={self._cut_at is not None}>"
+
+    # --- questions ---
+
+    def view(self, worker: str) -> WorkerView | None:
+        record = self._leased.get(worker) or self._lost.get(worker)
+        return record.view() if record is not None else None
+
+    def views(self) -> Iterator[WorkerView]:
+        """All workers with a lease, the suspect among them."""
+        return (record.view() for record in self._leased.values())
+
+    def worker_at(self, slot: int) -> str | None:
+        """Whose slot it is; None if it is closed or holds a dump that is not whole."""
+        return self._worker_at.get(slot)
+
+    # --- what happens ---
+
+    def heartbeat(self, worker: str, incarnation: int, last_seq: int, now: float) -> Sequence[Effect]:
+        """A sign of life that names the last event the worker has published, 0 if none."""
+        effects: list[Effect] = []
+        record = self._record(worker, incarnation, now, effects)
+        if record is None:
+            return NO_EFFECTS
+        record.heard_at = at = self._lease_time(now)
+        if record.lease is not Lease.ALIVE:
+            if record.lease is Lease.LOST:
+                self._take_back(record, at)
+            self._turn(record, Sign.HEARD, effects)
+        self._weigh_claim(record, at)
+        if last_seq > record.last_seq and record.claim_due_at == math.inf:
+            record.claimed_seq = last_seq
+            record.claim_due_at = at + self._rules.tail_grace_s
+        self._ask_if_due(record, at, effects)
+        return effects or NO_EFFECTS
+
+    def events(self, worker: str, incarnation: int, seq: int, ops: Sequence[Op], now: float) -> Sequence[Effect]:
+        """One event message. Not a sign of life: it may come out of a stream long after its worker died."""
+        record = self._leased.get(worker)
+        if record is not None and record.incarnation == incarnation and record.last_seq + 1 == seq and record.complete:
+            record.last_seq = seq
+            index = self._index
+            for op in ops:
+                if isinstance(op, Stored):
+                    index.store(op.ns_id, record.slot, op.keys)
+                elif isinstance(op, Removed):
+                    index.remove(op.ns_id, record.slot, op.keys)
+                elif isinstance(op, Cleared):
+                    self._clear(record)
+                else:
+                    assert_never(op)
+            return NO_EFFECTS
+        effects: list[Effect] = []
+        record = self._record(worker, incarnation, now, effects)
+        if record is None:
+            return NO_EFFECTS
+        if record.lease is Lease.LOST:
+            record.last_seq = max(record.last_seq, seq)
+        elif seq > record.last_seq:
+            self._advance(record, seq, ops, self._lease_time(now))
+        elif seq in record.missing:
+            self._put_in_place(record, seq, ops)
+        return effects or NO_EFFECTS
+
+    def dump_chunk(
+        self,
+        worker: str,
+        incarnation: int,
+        dump_id: int,
+        part: int,
+        parts: int,
+        true_for_seq: int,
+        runs: Iterable[Stored],
+        now: float,
+    ) -> Sequence[Effect]:
+        """A part of all that the worker held after event `true_for_seq`, in any order; ids of one incarnation ascend.
+
+        A dump is used only where the story has holes, and replaces the worker's entries when its last part is in."""
+        effects: list[Effect] = []
+        record = self._record(worker, incarnation, now, effects)
+        if record is None or record.lease is Lease.LOST or dump_id <= record.done_dump_id:
+            return effects or NO_EFFECTS
+        at = self._lease_time(now)
+        if true_for_seq > max(record.last_seq, record.overdue_through):
+            # The stream has passed events that never came.
+            record.overdue_through = true_for_seq
+            self._falter(record, "tail", at)
+        if record.complete:
+            return effects or NO_EFFECTS
+        dump = record.dump
+        if dump is None or dump_id > dump.dump_id:
+            if true_for_seq + 1 < record.floor:
+                return effects or NO_EFFECTS
+            dump = self._begin_dump(record, dump_id, parts, true_for_seq)
+        if dump is None or dump_id < dump.dump_id or part in dump.seen:
+            return effects or NO_EFFECTS
+        dump.seen.add(part)
+        for run in runs:
+            keys, removed = run.keys, dump.removed.get(run.ns_id)
+            if removed:
+                keys = array("Q", (key for key in _u64s(keys) if key not in removed)).tobytes()
+            self._index.store(run.ns_id, dump.slot, keys)
+        record.ask_at = max(record.ask_at, at + self._rules.dump_stall_s)
+        if len(dump.seen) == dump.parts:
+            self._finish_dump(record, dump, at)
+        return effects or NO_EFFECTS
+
+    def tick(self, now: float) -> Sequence[Effect]:
+        """What silence means by now. Call it a few times within `suspect_after_s`."""
+        if self._cut_at is not None:
+            return NO_EFFECTS
+        at = self._lease_time(now)
+        rules = self._rules
+        effects: list[Effect] = []
+        expired: list[_Worker] = []
+        for record in self._leased.values():
+            silent_s = at - record.heard_at
+            if silent_s >= rules.lost_after_s:
+                expired.append(record)
+                continue
+            if silent_s >= rules.suspect_after_s:
+                self._turn(record, Sign.QUIET, effects)
+            self._weigh_claim(record, at)
+            self._ask_if_due(record, at, effects)
+        for record in expired:
+            self._turn(record, Sign.EXPIRED, effects)
+            self._void(record)
+            del self._leased[record.name]
+            self._lost[record.name] = record
+        while self._lost:
+            longest = next(iter(self._lost.values()))
+            if len(self._lost) <= rules.lost_max and at - longest.heard_at < rules.forget_lost_after_s:
+                break
+            del self._lost[longest.name]
+        return effects or NO_EFFECTS
+
+    def observer_cut(self, now: float) -> None:
+        """We are cut off: others' silence says nothing, and all clocks here stand still."""
+        if self._cut_at is None:
+            self._cut_at = now
+
+    def observer_back(self, now: float) -> None:
+        if self._cut_at is not None:
+            self._cut_s += now - self._cut_at
+            self._cut_at = None
+
+    # --- leases ---
+
+    def _lease_time(self, now: float) -> float:
+        return (now if self._cut_at is None else self._cut_at) - self._cut_s
+
+    def _record(self, worker: str, incarnation: int, now: float, effects: list[Effect]) -> _Worker | None:
+        """The worker's record, made or replaced if the incarnation is news; None if it is of the past."""
+        record = self._leased.get(worker) or self._lost.get(worker)
+        if record is not None:
+            if record.incarnation == incarnation:
+                return record
+            if record.incarnation > incarnation:
+                return None
+            if record.lease is not Lease.LOST:
+                self._void(record)
+            self._lost.pop(worker, None)
+        before = record.lease if record is not None else Lease.LOST
+        slot = self._slots.open()
+        record = _Worker(worker, incarnation, before, slot, self._lease_time(now), self._rules.ask_every_s)
+        self._leased[worker] = record
+        self._worker_at[slot] = worker
+        self._turn(record, Sign.REPLACED, effects)
+        return record
+
+    def _turn(self, record: _Worker, sign: Sign, effects: list[Effect]) -> None:
+        record.lease, effect = LEASES[record.lease, sign]
+        if effect is not None:
+            effects.append(effect(record.name, record.incarnation))
+
+    def _void(self, record: _Worker) -> None:
+        """Drop all that is known of the worker but its incarnation and how far its events went."""
+        self._abandon_dump(record)
+        self._slots.close(record.slot)
+        del self._worker_at[record.slot]
+        record.orphans.clear()
+        record.missing.clear()
+        record.recent = []
+        record.recent_blocks = 0
+        record.lost_through = record.overdue_through = 0
+        record.claim_due_at = record.ask_at = math.inf
+        record.complete = False
+
+    def _take_back(self, record: _Worker, at: float) -> None:
+        """A lost worker of the same incarnation: it holds what it held, only we do not know what."""
+        del self._lost[record.name]
+        self._leased[record.name] = record
+        record.slot = self._slots.open()
+        self._worker_at[record.slot] = record.name
+        record.complete = True
+        if record.last_seq:
+            record.lost_through = record.last_seq
+            self._falter(record, "returned", at)
+            record.ask_at = max(at, record.asked_at + self._rules.ask_every_s)
+
+    def _renew_slot(self, record: _Worker, slot: int) -> None:
+        old, record.slot = record.slot, slot
+        del self._worker_at[old]
+        self._worker_at[slot] = record.name
+        self._slots.close(old, slot)
+
+    def _clear(self, record: _Worker) -> None:
+        if self._index.held_by(record.slot):
+            self._renew_slot(record, self._slots.open())
+
+    # --- order ---
+
+    def _weigh_claim(self, record: _Worker, at: float) -> None:
+        """Has what a heartbeat named arrived, or is it overdue?"""
+        if record.claim_due_at == math.inf:
+            return
+        if record.last_seq >= record.claimed_seq:
+            record.claim_due_at = math.inf
+        elif at >= record.claim_due_at:
+            record.claim_due_at = math.inf
+            record.overdue_through = max(record.overdue_through, record.claimed_seq)
+            self._falter(record, "tail", at)
+
+    def _falter(self, record: _Worker, reason: str, at: float) -> None:
+        """The story has a hole from here on."""
+        if record.complete:
+            record.complete = False
+            record.reason = reason
+            record.floor = record.last_seq + 1
+            grace_s = self._rules.gap_grace_s if reason == "gap" else 0.0
+            record.ask_at = max(at + grace_s, record.asked_at + self._rules.ask_every_s)
+
+    def _settle(self, record: _Worker) -> None:
+        """If no hole is left, forget that there was one."""
+        if record.complete or record.missing or record.lost_through or record.last_seq < record.overdue_through:
+            return
+        # Whole again, so a parent that is still unknown is gone, and its children are held as reported.
+        for (ns_id, _), runs in record.orphans.runs.items():
+            for keys in runs:
+                self._index.store(ns_id, record.slot, keys)
+        record.orphans.clear()
+        self._abandon_dump(record)
+        record.complete = True
+        record.overdue_through = 0
+        record.recent = []
+        record.recent_blocks = 0
+        record.ask_at = math.inf
+        record.ask_wait_s = self._rules.ask_every_s
+
+    def _ask_if_due(self, record: _Worker, at: float, effects: list[Effect]) -> None:
+        if record.ask_at <= at and record.lease is Lease.ALIVE:
+            effects.append(AskDump(record.name, record.incarnation, record.reason))
+            record.asked_at = at
+            record.ask_at = at + record.ask_wait_s
+            record.ask_wait_s = min(2 * record.ask_wait_s, self._rules.ask_at_least_every_s)
+
+    def _advance(self, record: _Worker, seq: int, ops: Sequence[Op], at: float) -> None:
+        """An event beyond the last: with a hole before it, or with holes already behind."""
+        if seq > record.last_seq + 1:
+            self._falter(record, "gap", at)
+            if len(record.missing) + seq - record.last_seq - 1 <= self._rules.missing_max:
+                record.missing.update(range(record.last_seq + 1, seq))
+            else:
+                self._give_up(record, seq - 1)
+        record.last_seq = seq
+        kept = self._keep(record, seq, ops)
+        self._apply(record, kept)
+        self._settle(record)
+
+    def _put_in_place(self, record: _Worker, seq: int, ops: Sequence[Op]) -> None:
+        """A missing event came: do it, then all kept after it over again."""
+        record.missing.remove(seq)
+        # Keeping it may push out what came before it, never what came after.
+        for kept in [self._keep(record, seq, ops), *(kept for kept in record.recent if kept.seq > seq)]:
+            self._apply(record, kept)
+        self._settle(record)
+
+    def _keep(self, record: _Worker, seq: int, ops: Sequence[Op]) -> _Kept:
+        kept = _Kept(seq, ops, 1 + sum(len(op.keys) // 8 for op in ops if not isinstance(op, Cleared)))
+        bisect.insort(record.recent, kept, key=attrgetter("seq"))
+        record.recent_blocks += kept.blocks
+        while record.recent_blocks > self._rules.recent_blocks_max:
+            oldest = record.recent.pop(0)
+            record.recent_blocks -= oldest.blocks
+            record.floor = oldest.seq + 1
+        # What follows a missing event can no longer be repeated in full.
+        unmendable = [each for each in record.missing if each < record.floor]
+        if unmendable:
+            self._give_up(record, max(unmendable))
+        return kept
+
+    def _give_up(self, record: _Worker, seq: int) -> None:
+        """Nothing but a dump true for `seq` or later makes the story whole."""
+        record.lost_through = max(record.lost_through, seq)
+        record.floor = max(record.floor, seq + 1)
+        record.missing = {each for each in record.missing if each > seq}
+
+    def _apply(self, record: _Worker, kept: _Kept) -> None:
+        """Do an event of a worker whose story has holes, also to a dump on its way in that does not cover it."""
+        for op in kept.ops:
+            match op:
+                case Stored():
+                    self._store_with_parent(record, op)
+                case Removed():
+                    if record.orphans.runs:
+                        record.orphans.remove(op.ns_id, op.keys)
+                    self._index.remove(op.ns_id, record.slot, op.keys)
+                case Cleared():
+                    self._clear_with_holes(record, kept.seq)
+                case _:
+                    assert_never(op)
+            dump = record.dump
+            if dump is not None and kept.seq > dump.true_for_seq:
+                self._apply_to_dump(record, dump, op)
+
+    def _clear_with_holes(self, record: _Worker, seq: int) -> None:
+        """Whatever was missed up to here is void with the rest."""
+        self._clear(record)
+        record.orphans.clear()
+        record.missing = {each for each in record.missing if each > seq}
+        if record.lost_through <= seq:
+            record.lost_through = 0
+        record.floor = max(record.floor, seq + 1)
+        record.recent = [kept for kept in record.recent if kept.seq > seq]
+        record.recent_blocks = sum(kept.blocks for kept in record.recent)
+        if record.dump is not None and record.dump.true_for_seq < seq:
+            self._abandon_dump(record)
+
+    def _store_with_parent(self, record: _Worker, op: Stored) -> None:
+        """Store a run if its parent is held, and the quarantined runs that this makes reachable; else quarantine it."""
+        orphans = record.orphans
+        if op.parent and not self._index.holds(op.ns_id, record.slot, op.parent):
+            orphans.add(op.ns_id, op.parent, op.keys)
+            if orphans.blocks > self._rules.orphan_blocks_max:
+                orphans.clear()
+                record.reason = "orphans"
+                self._give_up(record, record.last_seq)
+            return
+        reachable = [op.keys]
+        while reachable:
+            keys = reachable.pop()
+            self._index.store(op.ns_id, record.slot, keys)
+            if orphans.runs:
+                for key in _u64s(keys):
+                    reachable.extend(orphans.take(op.ns_id, key))
+
+    # --- dumps ---
+
+    def _begin_dump(self, record: _Worker, dump_id: int, parts: int, true_for_seq: int) -> _Dump | None:
+        self._abandon_dump(record)
+        dump = record.dump = _Dump(dump_id, parts, true_for_seq, self._slots.open(visible=False))
+        for op in [op for kept in record.recent if kept.seq > true_for_seq for op in kept.ops]:
+            if record.dump is not None:
+                self._apply_to_dump(record, dump, op)
+        return record.dump
+
+    def _apply_to_dump(self, record: _Worker, dump: _Dump, op: Op) -> None:
+        """Do an event to the invisible slot. A `Cleared` never comes here: it makes older dumps pointless."""
+        match op:
+            case Stored():
+                self._index.store(op.ns_id, dump.slot, op.keys)
+            case Removed():
+                dump.removed.setdefault(op.ns_id, set()).update(_u64s(op.keys))
+                dump.removed_count += len(op.keys) // 8
+                self._index.remove(op.ns_id, dump.slot, op.keys)
+                if dump.removed_count > self._rules.removed_keys_max:
+                    self._abandon_dump(record)
+
+    def _abandon_dump(self, record: _Worker) -> None:
+        if record.dump is not None:
+            self._slots.close(record.dump.slot)
+            record.done_dump_id = record.dump.dump_id
+            record.dump = None
+
+    def _finish_dump(self, record: _Worker, dump: _Dump, at: float) -> None:
+        """The dump is whole: what it covers is no longer missing, and its slot is the worker's."""
+        record.dump = None
+        record.done_dump_id = dump.dump_id
+        self._slots.reveal(dump.slot)
+        self._renew_slot(record, dump.slot)
+        record.orphans.clear()
+        record.last_seq = max(record.last_seq, dump.true_for_seq)
+        record.missing = {each for each in record.missing if each > dump.true_for_seq}
+        if record.lost_through <= dump.true_for_seq:
+            record.lost_through = 0
+        record.ask_wait_s = self._rules.ask_every_s
+        record.ask_at = max(at, record.asked_at + record.ask_wait_s)
+        self._settle(record)
+
+
+def _u64s(keys: bytes) -> memoryview:
+    return memoryview(keys).cast("Q")

@@ -1,0 +1,449 @@
+"""The router on a real bus, between bridges and a directory that speak its messages."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+from support.nats import NatsServer, eventually
+
+from prefixbus.bus import config, subjects
+from prefixbus.bus.clock import RealClock
+from prefixbus.bus.messages import DECISION, DecisionRecord, Level
+from prefixbus.bus.runtime import Runtime
+from prefixbus.router import dispatching, service
+
+from .fakes import TENANT, Answer, Client, FakeBridge, FakeDirectory
+
+CLOCK = RealClock()
+FAST_LEASES: dict[str, Any] = {"suspect_after_s": 0.4, "lost_after_s": 0.8, "accept_timeout_ms": 200.0}
+
+
+class RunningRouter:
+    """The service in the test's own loop; `desk` is what its requests share."""
+
+    def __init__(self, rt: Runtime) -> None:
+        self.rt = rt
+        self.desk: dispatching.Desk
+        self.task: asyncio.Task[None]
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.rt.registry.get_sample_value(name, labels) or 0.0
+
+    def knows(self, *workers: str) -> bool:
+        available = self.desk.fleet.survey("m", "digest", CLOCK.now()).available
+        return sorted(one.name for one in available) == sorted(workers)
+
+
+class World:
+    """A server with everybody on it that the router talks to."""
+
+    def __init__(self, server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server = server
+        self._monkeypatch = monkeypatch
+        self.client: Client
+        self.directory: FakeDirectory
+        self.routers: list[RunningRouter] = []
+        self.records: list[DecisionRecord] = []
+
+    async def watch_the_journal(self) -> None:
+        async def hear(message: Msg) -> None:
+            self.records.append(DECISION.decode(message.data))
+
+        operator = await self.server.bus("operator")
+        await operator.subscribe(subjects.journal("*"), hear)
+        await operator.flush()
+
+    async def bridge(self, worker: str, **load: Any) -> FakeBridge:
+        return await FakeBridge(await self.server.bus("worker_bridge", worker), worker, **load).start()
+
+    async def router(self, name: str = "router-1", *, policy: str = "prefix-aware", **settings: Any) -> RunningRouter:
+        section = msgspec.convert(settings, config.RouterSection)
+        chosen = config.Config(router=section, policy=config.PolicySection(name=policy))
+        rt = Runtime("router", name, self.server.state, chosen, CLOCK)
+        rt.bus = await self.server.bus("router", instance=name)
+        running = RunningRouter(rt)
+        made: list[dispatching.Desk] = []
+
+        def desk(*args: Any, **kwargs: Any) -> dispatching.Desk:
+            made.append(dispatching.Desk(*args, **kwargs))
+            return made[0]
+
+        self._monkeypatch.setattr(service, "Desk", desk)
+        ready = asyncio.Event()
+        self._monkeypatch.setattr(rt, "ready", lambda: ready.set())
+
+        async def serve() -> None:
+            async with anyio.create_task_group() as task_group:
+                rt.task_group = task_group
+                await service.run(rt)
+                task_group.cancel_scope.cancel()
+
+        running.task = asyncio.create_task(serve())
+        waiting = asyncio.create_task(ready.wait())
+        done, _ = await asyncio.wait({running.task, waiting}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        if running.task in done:
+            waiting.cancel()
+            await running.task
+        assert ready.is_set()
+        await rt.bus.flush()
+        running.desk = made[0]
+        self.routers.append(running)
+        return running
+
+    async def close(self) -> None:
+        for router in self.routers:
+            router.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await router.task
+
+    async def ended(self, answer: Answer) -> None:
+        await eventually(lambda: bool(answer.ends), "the answer ends", 10)
+
+    async def books_balance(self) -> None:
+        for router in self.routers:
+            await eventually(functools.partial(is_idle, router), "nothing is left in hand")
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    async with NatsServer(tmp_path, workers=["w1", "w2"]) as server:
+        await server.provision()
+        await server.callout()
+        # Tests wait for the workers they need.
+        monkeypatch.setattr(service, "LEARN_S", 0.0)
+        made = World(server, monkeypatch)
+        tenant = await server.tenant_bus(TENANT, server.token(TENANT))
+        made.client = await Client(tenant, await server.bus("tokenizer")).start()
+        made.directory = await FakeDirectory(await server.bus("directory")).start()
+        await made.watch_the_journal()
+        yield made
+        await made.close()
+
+
+def is_idle(router: RunningRouter) -> bool:
+    return router.desk.idle() == []
+
+
+async def test_a_request_is_answered_by_the_worker_that_holds_its_prefix(world: World) -> None:
+    await world.bridge("w1")
+    holder = await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w2"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    await eventually(lambda: bool(world.records), "the decision is recorded")
+    [record] = world.records
+    assert answer.code == ""
+    assert [chunk.data for chunk in answer.chunks] == [b'{"choices":[{"text":"hi"}]}']
+    assert (record.selected_worker, record.decision) == ("w2", "prefer-warm-worker")
+    assert (record.predicted_cached_tokens, holder.dispatches[0].predicted_tokens) == (96, 96)
+    assert router.value("prefixbus_router_requests_total", decision="prefer-warm-worker", code="ok") == 1
+    await world.books_balance()
+
+
+async def test_without_a_directory_the_least_loaded_worker_is_chosen_blind(world: World) -> None:
+    idle = await world.bridge("w2")
+    busy = await world.bridge("w1", queue_ms=10_000.0)
+    router = await world.router(lookup_timeout_ms=0.001)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert (len(idle.dispatches), len(busy.dispatches)) == (1, 0)
+    assert idle.dispatches[0].decision == "blind"
+    await world.books_balance()
+
+
+async def test_a_refusal_with_the_true_queue_leads_to_another_worker(world: World) -> None:
+    crowded, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    crowded.queue_ms = 60_000.0
+    crowded.answer = lambda dispatch: "queue_too_long"
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert [dispatch.attempt for dispatch in other.dispatches] == [2]
+    assert router.value("prefixbus_router_failovers_total", reason="queue") == 1
+    await world.books_balance()
+
+
+async def test_a_worker_that_nobody_is_behind_costs_no_time(world: World) -> None:
+    gone, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router(accept_timeout_ms=60_000.0, suspect_after_s=60.0, lost_after_s=120.0)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    await gone.vanish()
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert len(other.dispatches) == 1
+    assert router.value("prefixbus_router_failovers_total", reason="unreachable") == 1
+    await world.books_balance()
+
+
+async def test_a_silent_worker_is_withdrawn_from_before_another_is_asked(world: World) -> None:
+    silent, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router(accept_timeout_ms=100.0)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    silent.answer = lambda dispatch: None
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert silent.aborts == [("R1", 1)]
+    assert [dispatch.attempt for dispatch in other.dispatches] == [2]
+    await world.books_balance()
+
+
+async def test_a_worker_lost_before_its_first_frame_is_replaced(world: World) -> None:
+    first, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    first.streams = False
+    router = await world.router(**FAST_LEASES)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(first.dispatches), "the first worker has it")
+    first.go_silent()
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert len(answer.chunks) == 1
+    assert other.dispatches[0].attempt == 2
+    assert ("R1", 1) in first.aborts
+    assert router.value("prefixbus_router_failovers_total", reason="lost") == 1
+    await world.books_balance()
+
+
+async def test_a_worker_lost_after_its_first_frame_ends_the_answer_once(world: World) -> None:
+    first, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    first.streams = False
+    router = await world.router(**FAST_LEASES)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(first.dispatches), "the first worker has it")
+    await first.start_answer(first.dispatches[0])
+    await eventually(lambda: bool(answer.chunks), "the first frame is here")
+    first.go_silent()
+    await world.ended(answer)
+
+    assert answer.code == "worker_lost"
+    assert answer.header(subjects.HEADER_SEQ) is None
+    assert other.dispatches == []
+    await world.books_balance()
+
+
+async def test_a_cancel_reaches_a_request_before_and_after_its_dispatch(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    await world.client.cancel("early")
+    await eventually(lambda: router.desk.cancels.covers(TENANT, "early", CLOCK.now()), "the cancel is here")
+    overtaken = await world.client.send(CLOCK.wall(), label="early")
+    await world.ended(overtaken)
+    accepted = await world.client.send(CLOCK.wall(), label="late")
+    await eventually(lambda: bool(bridge.dispatches), "it is dispatched")
+    await world.client.cancel("late")
+    await bridge.end_answer(bridge.dispatches[0], cancelled=True)
+    await world.ended(accepted)
+    await world.books_balance()
+
+    assert (overtaken.code, accepted.code) == ("cancelled", "cancelled")
+    assert len(bridge.dispatches) == 1
+    assert router.value("prefixbus_router_requests_total", decision="none", code="cancelled") == 1
+
+
+async def test_without_a_worker_the_client_is_told_at_once(world: World) -> None:
+    await world.router()
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "no_workers"
+    await world.books_balance()
+
+
+async def test_a_full_fleet_is_overload_and_says_when_to_come_again(world: World) -> None:
+    await world.bridge("w1", slots=0)
+    router = await world.router()
+    await eventually(lambda: len(router.desk.fleet) == 1, "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "overloaded"
+    assert answer.header("Retry-After") == "1"
+
+
+async def test_a_request_past_its_deadline_is_never_dispatched(world: World) -> None:
+    bridge = await world.bridge("w1")
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall(), deadline_s=-0.5)
+    await world.ended(answer)
+
+    assert answer.code == "deadline_exceeded"
+    assert bridge.dispatches == []
+
+
+async def test_a_deadline_that_passes_while_a_worker_is_silent_is_answered(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.answer = lambda dispatch: None
+    router = await world.router(accept_timeout_ms=60_000.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall(), deadline_s=0.3)
+    await world.ended(answer)
+
+    assert answer.code == "deadline_exceeded"
+    assert bridge.aborts == [("R1", 1)]
+    await world.books_balance()
+
+
+async def test_a_client_hears_that_its_request_lives_while_no_worker_has_accepted(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.answer = lambda dispatch: None
+    router = await world.router(accept_timeout_ms=60_000.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall(), deadline_s=5.0)
+    await eventually(lambda: bool(answer.keepalives), "a keep-alive")
+
+    assert msgspec.json.decode(answer.keepalives[0].data)["choices"] == []
+    assert answer.ends == []
+
+
+async def test_after_the_last_attempt_the_client_is_told(world: World) -> None:
+    one, two = await world.bridge("w1"), await world.bridge("w2")
+    one.answer = two.answer = lambda dispatch: "queue_too_long"
+    router = await world.router(max_attempts=3)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "overloaded"
+    attempts = sorted(dispatch.attempt for dispatch in one.dispatches + two.dispatches)
+    assert attempts == [1, 2, 3]
+    await world.books_balance()
+
+
+async def test_policies_change_without_a_restart_and_a_bad_one_changes_nothing(world: World) -> None:
+    one, two = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    operator = await world.server.bus("operator")
+
+    async def publish(policy: bytes) -> None:
+        await operator.publish_acked(service.POLICY_SUBJECT, policy)
+
+    await publish(b'{"name": "round-robin", "version": "v2"}')
+    await eventually(lambda: router.desk.policy.version == "v2", "the policy is in force")
+    await publish(b'{"name": "coin-toss"}')
+    await eventually(lambda: router.value("prefixbus_router_policies_refused_total") == 1, "the bad one is refused")
+    for _ in range(4):
+        await world.ended(await world.client.send(CLOCK.wall()))
+
+    assert router.desk.policy.version == "v2"
+    assert (len(one.dispatches), len(two.dispatches)) == (2, 2)
+
+
+async def test_routers_share_the_requests_and_know_of_each_others_dispatches(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    routers = [await world.router("router-1"), await world.router("router-2")]
+    for router in routers:
+        await eventually(functools.partial(router.knows, "w1"), "the worker is known")
+
+    answers = [await world.client.send(CLOCK.wall()) for _ in range(6)]
+    await eventually(lambda: len(bridge.dispatches) == 6, "all are dispatched")
+
+    def both_know() -> bool:
+        return all(router.desk.fleet.in_flight() == {"w1": 6} for router in routers)
+
+    await eventually(both_know, "both know of all six")
+    assert sum(len(router.desk.in_hand) for router in routers) == 6
+    for dispatch in bridge.dispatches:
+        await bridge.end_answer(dispatch)
+    for answer in answers:
+        await world.ended(answer)
+        assert answer.code == ""
+    await world.books_balance()
+
+
+async def test_a_router_that_stops_ends_what_it_has_in_hand_first(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(bridge.dispatches), "it is dispatched")
+
+    router.rt.stopping.set()
+    await world.server.bus("router", instance="bystander")
+    still_running = not router.task.done()
+    await bridge.start_answer(bridge.dispatches[0])
+    await bridge.end_answer(bridge.dispatches[0])
+    await world.ended(answer)
+    await asyncio.wait_for(router.task, 10)
+
+    assert still_running
+    assert answer.code == ""
+    assert router.desk.idle() == []
+
+
+async def test_cancelling_the_router_leaves_nothing_booked_and_nobody_waiting(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.answer = lambda dispatch: None
+    router = await world.router(accept_timeout_ms=60_000.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(bridge.dispatches), "it is dispatched")
+
+    router.task.cancel()
+    await asyncio.wait({router.task}, timeout=10)
+    await world.ended(answer)
+
+    assert answer.code == "unavailable"
+    assert router.desk.idle() == []
+
+
+async def test_messages_that_are_not_ours_are_counted_and_the_router_goes_on(world: World) -> None:
+    await world.bridge("w1")
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    tokenizer = await world.server.bus("tokenizer", instance="i2")
+
+    await tokenizer.publish(subjects.route("m"), b"\x00rubbish")
+    await eventually(
+        lambda: router.value("prefixbus_failures_total", code="message_invalid") == 1, "the rubbish is counted"
+    )
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""

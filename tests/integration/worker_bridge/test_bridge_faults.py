@@ -1,0 +1,327 @@
+"""The same bridge when its engine, its bus or its name fails it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.nats import eventually
+
+from prefixbus.bus import messages, subjects
+from prefixbus.bus.clock import Clock
+from prefixbus.bus.errors import WorkerRefused
+from prefixbus.bus.messages import KvEvents
+from prefixbus.worker_bridge.engine import Generation, Progress, VllmHttp
+
+from .bridge_world import BLOCK, MODEL, WORKER, Answer, World, prompt, world
+
+
+async def begun(at: World, seed: int = 1) -> tuple[messages.Job, Answer]:
+    job = at.job(prompt(seed, 3 * BLOCK), params={"max_tokens": 1500})
+    answer = await at.listen(job)
+    assert (await at.send(at.dispatch(job))).refused == ""
+    await eventually(lambda: len(answer.chunks) > 2, "the answer has begun")
+    return job, answer
+
+
+def last_word(at: World, job: messages.Job, attempt: int = 1) -> str:
+    return at.accepts[job.request_id, attempt][-1].refused
+
+
+# -- the engine
+
+
+async def test_a_killed_engine_voids_its_incarnation_and_the_next_one_serves(tmp_path: Path) -> None:
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
+        before = here.loads[-1].incarnation
+        streaming, answer = await begun(here)
+        await here.engine.post("/sim/pause")
+        waiting = here.job(prompt(2, 20))
+        silent = await here.listen(waiting)
+        await here.send(here.dispatch(waiting))
+
+        await here.engine.kill()
+
+        # What had begun is ended with its error; what had not is given back, and says nothing to the client.
+        await eventually(lambda: bool(answer.finals), "the end of what had begun")
+        assert answer.finals[0]["Pb-Error"] == "worker_lost"
+        assert (await here.outcome(streaming)).error == "worker_lost"
+        await eventually(lambda: last_word(here, waiting) == "worker_lost", "the other is given back")
+        assert not silent.chunks and not silent.finals
+        await eventually(lambda: not bridge.life.incarnation, "the incarnation is over")
+        assert (await here.send(here.dispatch(here.job(prompt(3, 20))))).refused == "wrong_incarnation"
+
+        await here.engine.start()
+        load = await here.until_serving(bridge, after=before)
+        assert bridge.index.held_keys == 0 and bridge.index.complete
+        job = here.job(prompt(1, 3 * BLOCK))
+        await here.ask(job, incarnation=load.incarnation)
+        assert (await here.outcome(job)).cached_tokens == 0
+        await here.until_idle(bridge)
+        # One story per life, each from 1 on.
+        for incarnation in (before, load.incarnation):
+            told = [e.seq for e in here.kv if isinstance(e, KvEvents) and e.incarnation == incarnation]
+            assert told == list(range(1, len(told) + 1))
+
+
+async def test_an_engine_may_come_after_its_bridge(tmp_path: Path) -> None:
+    async with world(tmp_path, start=False) as here, here.bridge() as bridge:
+        await eventually(lambda: "cannot be reached" in bridge.life.why_not, "the reason why it does not serve")
+        assert not here.loads
+
+        await here.engine.start()
+
+        await here.until_serving(bridge)
+        await here.ask(here.job(prompt(1, 20)))
+
+
+async def test_an_engine_that_binds_its_socket_is_connected_to(tmp_path: Path) -> None:
+    async with world(tmp_path, ipc=True) as here, here.serving() as bridge:
+        await here.ask(here.job(prompt(1, 3 * BLOCK)))
+
+        await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+
+
+async def test_a_paused_engine_silences_its_worker_and_comes_back(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving() as bridge:
+        incarnation = here.loads[-1].incarnation
+        here.engine.pause()
+        job = here.job(prompt(1, 20))
+        await here.listen(job)
+        await here.send(here.dispatch(job))
+        await eventually(lambda: bridge.life.stalled, "the engine is found stalled")
+        # The lease runs out while it is silent, so others may answer: the request is not kept.
+        await eventually(lambda: last_word(here, job) == "worker_lost", "the request is given back")
+        heard = len(here.loads)
+
+        here.engine.go_on()
+
+        await eventually(lambda: len(here.loads) > heard, "heartbeats again")
+        assert here.loads[-1].incarnation == incarnation
+        await here.ask(here.job(prompt(2, 20)))
+        await here.until_idle(bridge)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"served_model_name": "another/model"}, "another/model"),
+        ({"enable_prompt_tokens_details": None}, "--enable-prompt-tokens-details"),
+        ({"ignore_salt": ""}, "reuses blocks across salts"),
+        ({"block_size": "4"}, "4 tokens"),
+        ({"block_size": "16"}, "hit 0 of them"),
+    ],
+    ids=["another model", "no cached tokens", "salts do not isolate", "smaller blocks", "larger blocks"],
+)
+async def test_an_engine_that_does_not_match_is_not_registered(
+    tmp_path: Path, engine: dict[str, str | None], reason: str
+) -> None:
+    async with world(tmp_path, engine=engine) as here, here.bridge() as bridge:
+        await eventually(lambda: reason in bridge.life.why_not, f"the reason; {bridge!r}", 10)
+
+        assert not here.loads
+
+
+async def test_an_address_that_another_engine_has_taken_is_not_used(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving() as bridge:
+        await here.engine.kill()
+        await here.engine.start(served_model_name="another/model")
+
+        await eventually(lambda: "another/model" in bridge.life.why_not, "the reason", 10)
+
+        assert (await here.send(here.dispatch(here.job(prompt(1, 20))))).refused == "wrong_incarnation"
+
+
+async def test_evictions_are_told(tmp_path: Path) -> None:
+    async with world(tmp_path, engine={"num_gpu_blocks": "40"}) as here, here.serving() as bridge:
+        for seed in range(12):
+            await here.ask(here.job(prompt(seed, 5 * BLOCK)))
+
+        stats = await here.engine.stats()
+        held = bridge.index
+
+        assert stats["totals"]["evictions"] > 0
+        await eventually(
+            lambda: held.held_keys + held.foreign == stats["keys_cached"], f"what the engine has; {held!r}, {stats}"
+        )
+        assert held.complete
+        await here.until_idle(bridge)
+
+
+class Liar(VllmHttp):
+    """An engine that comes to say it reused a block more than it has."""
+
+    lies = False
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: Generation) -> AsyncIterator[AsyncIterator[Progress]]:
+        async with super().generate(request) as progress:
+            yield self._lied(progress)
+
+    async def _lied(self, progress: AsyncIterator[Progress]) -> AsyncIterator[Progress]:
+        async for step in progress:
+            if self.lies and step.usage is not None:
+                step.usage = msgspec.structs.replace(step.usage, cached_tokens=BLOCK + (step.usage.cached_tokens or 0))
+            yield step
+
+
+async def test_a_hit_beyond_what_is_held_is_counted_as_wrong(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        liar = Liar(here.engine.url, MODEL)
+        async with here.serving(engine=liar):
+            honest, lied = here.job(prompt(1, 3 * BLOCK)), here.job(prompt(2, BLOCK - 1))
+            await here.ask(honest)
+            liar.lies = True
+            await here.ask(lied)
+
+            def wrong() -> float | None:
+                return here.registry.get_sample_value("prefixbus_wrong_hits_total")
+
+            await eventually(lambda: wrong() == 1, "a wrong hit")
+
+
+# -- the name
+
+
+async def test_a_second_bridge_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving():
+        with pytest.raises(ExceptionGroup) as caught:
+            async with here.bridge():
+                await asyncio.Event().wait()
+
+        assert caught.group_contains(WorkerRefused)
+        await here.ask(here.job(prompt(1, 20)))
+
+
+async def test_a_bridge_whose_name_was_taken_steps_down(tmp_path: Path) -> None:
+    """As one that was paused while another started in its place."""
+    async with world(tmp_path) as here:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with here.serving() as bridge:
+                rival = await here.server.bus("worker_bridge", WORKER)
+                incarnation = await rival.publish_acked(f"$KV.{subjects.BUCKET_WORKERS}.{WORKER}", b"{}")
+                reply = messages.ControlReply(messages.VERSION, WORKER, incarnation)
+
+                async def answer(message: object) -> None:
+                    await rival.publish(message.reply, messages.CONTROL_REPLY.encode(reply))  # type: ignore[attr-defined]
+
+                await rival.subscribe(subjects.control(WORKER, "ping"), answer)
+                await eventually(lambda: not bridge.life.incarnation, "it steps down")
+                await asyncio.Event().wait()
+
+        assert caught.group_contains(WorkerRefused)
+
+
+# -- the bus
+
+
+async def test_a_killed_bus_breaks_what_had_begun_and_keeps_what_had_not(tmp_path: Path) -> None:
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
+        streaming, answer = await begun(here)
+        await here.engine.post("/sim/pause")
+        waiting = here.job(prompt(2, 20))
+        silent = await here.listen(waiting)
+        await here.send(here.dispatch(waiting))
+        chunks = len(answer.chunks)
+
+        here.server.kill()
+        here.server.start_again()
+        await eventually(lambda: here.router.connected and here.tenant.connected, "clients are connected again", 10)
+        await here.engine.post("/sim/resume")
+
+        await eventually(lambda: bool(silent.finals), "what had not begun is answered", 10)
+        assert silent.text and "Pb-Error" not in silent.finals[0]
+        await eventually(lambda: bool(answer.finals), "what had begun is ended", 10)
+        assert answer.finals[0]["Pb-Error"] == "bus_unavailable"
+        assert len(answer.chunks) == chunks
+        assert (await here.outcome(streaming)).error == "bus_unavailable"
+        await here.outcome(waiting)
+        await here.until_idle(bridge)
+        outcomes = await here.stored(subjects.STREAM_JOURNAL, subjects.outcome(WORKER, "*"))
+        assert sorted(outcome["request_id"] for outcome in outcomes) == sorted(
+            [streaming.request_id, waiting.request_id]
+        )
+
+
+async def test_block_changes_during_an_outage_leave_a_gap_that_a_dump_mends(tmp_path: Path) -> None:
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
+        await here.ask(here.job(prompt(1, 3 * BLOCK)))
+        await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+        await here.engine.post("/sim/pause")
+        waiting = here.job(prompt(2, 2 * BLOCK))
+        await here.listen(waiting)
+        await here.send(here.dispatch(waiting))
+        before = here.loads[-1].event_seq
+
+        here.server.kill()
+        await eventually(lambda: not bridge.streams.bus.connected, "the bridge notices")
+        await here.engine.post("/sim/resume")
+        await eventually(lambda: bridge.index.held_keys == 5, "the engine is heard without the bus")
+        here.server.start_again()
+        await eventually(lambda: here.router.connected and here.operator.connected, "connected again", 10)
+        await eventually(lambda: here.loads[-1].event_seq > before, "a heartbeat names what was not sent", 10)
+
+        load = here.loads[-1]
+        request = messages.DumpRequest(messages.VERSION, load.incarnation, "tail")
+        await eventually(lambda: bridge.streams.bus.connected, "the bridge is connected again", 10)
+        assert (await here.control("dump", messages.DUMP_REQUEST.encode(request))).error == ""
+        await eventually(lambda: any(isinstance(each, messages.KvDump) for each in here.kv), "a dump", 10)
+        dump = next(each for each in here.kv if isinstance(each, messages.KvDump))
+        assert dump.seq >= load.event_seq > before
+        assert sum(len(run.keys) for run in dump.runs) == 5 * 8
+
+
+async def test_a_record_that_cannot_be_written_gives_the_request_back(tmp_path: Path) -> None:
+    """Nothing of an answer is published before the fact of its reuse is acknowledged."""
+    async with world(tmp_path, without_stream=subjects.STREAM_AUDIT) as here, here.serving() as bridge:
+        job = here.job(prompt(1, 20))
+        answer = await here.listen(job)
+
+        await here.send(here.dispatch(job))
+
+        await eventually(lambda: last_word(here, job) == "unavailable", "given back")
+        assert not answer.chunks and not answer.finals
+        await here.until_idle(bridge)
+
+
+async def test_a_lapsed_lease_stops_what_others_may_be_answering(tmp_path: Path) -> None:
+    """As after a pause of the bridge: it learns by its own clock that it was silent for too long."""
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here:
+        clock = JumpingClock(here.clock)
+        here.clock = clock
+        async with here.serving() as bridge:
+            _, answer = await begun(here)
+            await here.engine.post("/sim/pause")
+            waiting = here.job(prompt(2, 20))
+            silent = await here.listen(waiting)
+            await here.send(here.dispatch(waiting))
+            chunks = len(answer.chunks)
+
+            clock.jump(10.0)
+
+            await eventually(lambda: last_word(here, waiting) == "worker_lost", "given back")
+            await eventually(lambda: bool(answer.finals), "the end")
+            assert answer.finals[0]["Pb-Error"] == "worker_lost"
+            assert len(answer.chunks) <= chunks + 1
+            await here.engine.post("/sim/resume")
+            await here.until_idle(bridge)
+            assert not silent.chunks and not silent.finals
+
+
+class JumpingClock:
+    """The machine's clock, ahead by what tests say: a process that was stopped finds it so."""
+
+    def __init__(self, real: Clock) -> None:
+        self._real = real
+        self._ahead_s = 0.0
+
+    def jump(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+    def now(self) -> float:
+        return self._real.now() + self._ahead_s
+
+    def wall(self) -> float:
+        return self._real.wall()

@@ -1,0 +1,242 @@
+"""A whole deployment for tests: `prefixbus up` as a process of its own, as a user would start it."""
+
+import asyncio
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefixbus.bus import messages
+from prefixbus.bus.connection import Bus
+from prefixbus.client import Client
+from prefixbus.cluster import deployment
+
+from .nats import eventually
+
+START_DEADLINE_S = 90.0
+MODEL = "smollm2"
+
+# What must be zero when nothing is being done: (service, metric).
+IDLE = (
+    ("tokenizer", "prefixbus_tokenizer_in_work"),
+    ("router", "prefixbus_router_in_hand"),
+    ("router", "prefixbus_router_in_flight"),
+    ("directory", "prefixbus_directory_announced_requests"),
+    ("worker_bridge", "prefixbus_bridge_running"),
+    ("worker_bridge", "prefixbus_bridge_waiting"),
+    ("worker_bridge", "prefixbus_bridge_queue_ms"),
+)
+
+
+class Cluster:
+    """`prefixbus up` on a state directory; `stop` ends it. Environment overrides of the config go in `environ`."""
+
+    def __init__(self, directory: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
+        self.state = directory / "state"
+        self._arguments = arguments
+        self._environ = environ or {}
+        self._said: list[str] = []
+        self.token = ""
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "prefixbus", "up", "--state", str(self.state), "--port", "0", *self._arguments]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **self._environ}
+        )
+        self.wait_for_line("up: ", START_DEADLINE_S)
+        for line in self._said:
+            if match := re.match(r"export PREFIXBUS_TOKEN=(\S+)", line):
+                self.token = match[1]
+
+    def wait_for_line(self, start: str, deadline_s: float) -> str:
+        """The next line of output that begins so."""
+        assert self.process.stdout is not None
+        end = time.monotonic() + deadline_s
+        descriptor = self.process.stdout.fileno()
+        while time.monotonic() < end:
+            if not select.select([descriptor], [], [], 0.2)[0]:
+                continue
+            line = self.process.stdout.readline().decode()
+            assert line, f"`up` ended: {''.join(self._said)}"
+            self._said.append(line)
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"`up` did not say {start!r} in {deadline_s} s: {''.join(self._said)}{self.logs()}")
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        with self.process:
+            return self.process.wait(timeout=60)
+
+    @property
+    def file(self) -> deployment.ClusterFile:
+        return deployment.read_cluster(self.state)
+
+    @property
+    def url(self) -> str:
+        return self.file.nats_url
+
+    def pid(self, name: str) -> int:
+        """The pid of a process by its name in cluster.json: router-1, bridge-w2, engine-w1, nats-server ..."""
+        return self.file.processes[name]
+
+    def signal(self, name: str, signum: signal.Signals) -> int:
+        pid = self.pid(name)
+        os.kill(pid, signum)
+        return pid
+
+    async def client(self, tenant: str = "demo", token: str = "", scope: str = "") -> Client:
+        return await Client.connect(self.url, tenant=tenant, token=token or self.token, scope=scope)
+
+    async def operator(self) -> Bus:
+        return await deployment.connect(self.state, "operator", self.url)
+
+    def metrics(self, service: str) -> dict[str, float]:
+        """The sum over all copies of a service, by metric and labels: `name` or `name{a="b"}`."""
+        total: dict[str, float] = {}
+        for file in deployment.run_files(self.state):
+            if file.service == service:
+                for key, value in self.metrics_of(file).items():
+                    total[key] = total.get(key, 0.0) + value
+        return total
+
+    def metrics_of(self, file: deployment.RunFile) -> dict[str, float]:
+        """One process's metrics, by `name` or `name{a="b"}`."""
+        with urllib.request.urlopen(f"http://{file.http}/metrics", timeout=5) as reply:
+            text = reply.read().decode()
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return found
+
+    def is_ready_again(self, name: str, old_pid: int) -> bool:
+        """Whether the process of this name is another one than before, and ready."""
+        pid = self.file.processes.get(name, old_pid)
+        if pid == old_pid:
+            return False
+        for file in deployment.run_files(self.state):
+            if file.pid == pid:
+                try:
+                    with urllib.request.urlopen(f"http://{file.http}/readyz", timeout=5) as reply:
+                        return bool(reply.status == 200)
+                except OSError:
+                    return False
+        return False
+
+    def engine_busy(self) -> int:
+        """Requests that engines have in hand."""
+        return sum(stats["running"] + stats["waiting"] for stats in self.engine_stats().values())
+
+    def engine_stats(self) -> dict[str, dict[str, Any]]:
+        """`/sim/stats` by worker."""
+        stats = {}
+        for worker, engine in self.file.engines.items():
+            with urllib.request.urlopen(f"{engine.url}/sim/stats", timeout=5) as reply:
+                stats[worker] = json.load(reply)
+        return stats
+
+    def leftovers(self) -> list[str]:
+        """Whatever is still booked somewhere; empty when all is idle. The one invariant of every storm."""
+        found = []
+        scraped = {service: self.metrics(service) for service in {service for service, _ in IDLE}}
+        for service, name in IDLE:
+            for key, value in scraped[service].items():
+                if key.split("{")[0] == name and value:
+                    found.append(f"{service}: {key} = {value:g}")
+        for worker, stats in self.engine_stats().items():
+            found += [f"engine {worker}: {key} = {stats[key]}" for key in ("running", "waiting") if stats[key]]
+        return found
+
+    async def settles(self, deadline_s: float = 10.0) -> None:
+        """Returns when nothing is booked anywhere any more."""
+        left: list[str] = ["not asked yet"]
+
+        async def idle() -> bool:
+            left[:] = await asyncio.to_thread(self._leftovers_or_why)
+            return not left
+
+        try:
+            await eventually(idle, "everything is idle", deadline_s)
+        except AssertionError:
+            raise AssertionError(f"still booked after {deadline_s} s: {left}") from None
+
+    def _leftovers_or_why(self) -> list[str]:
+        try:
+            return self.leftovers()
+        except OSError as exc:
+            return [f"not answering: {exc}"]
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failure's message."""
+        folder = self.state / "logs"
+        tails = [
+            f"== {path.name}\n{path.read_text('utf-8', 'replace')[-1500:]}" for path in sorted(folder.glob("*.log"))
+        ]
+        return "\n".join(tails)
+
+
+class Answer:
+    """A finished stream, put together."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.frames = 0
+        self.keepalives = 0
+        self.attempts: set[int] = set()
+        self.finish_reason = ""
+        self.usage: dict[str, Any] = {}
+
+    @property
+    def cached_tokens(self) -> int:
+        cached: int = self.usage["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+
+async def ask(client: Client, body: dict[str, Any], *, model: str = MODEL, **options: Any) -> Answer:
+    """Sends a request and collects its whole answer. :raises PrefixbusError: see `Client.stream`."""
+    answer = Answer()
+    async for frame in client.stream(model, body, **options):
+        if frame.seq is None:
+            answer.keepalives += 1
+            continue
+        answer.frames += 1
+        answer.attempts.add(frame.attempt)
+        for choice in frame.chunk["choices"]:
+            answer.text += (choice["delta"].get("content") or "") if "delta" in choice else choice["text"]
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        answer.usage = frame.chunk.get("usage") or answer.usage
+    return answer
+
+
+def chat(text: str, *, system: str = "", max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    """A chat-completions body of one question."""
+    dialog = [{"role": "system", "content": system}] if system else []
+    dialog.append({"role": "user", "content": text})
+    return {"messages": dialog, "max_tokens": max_tokens, "ignore_eos": True, **more}
+
+
+async def outcome_of(operator: Bus, request_id: str, deadline_s: float = 10.0) -> messages.Outcome:
+    """The last outcome in the journal of a client's request id."""
+    found: list[messages.Outcome] = []
+
+    async def hear(message: Any) -> None:
+        outcome = messages.OUTCOME.decode(message.data)
+        if outcome.client_request_id == request_id:
+            found.append(outcome)
+
+    subscription = await operator.follow("JOURNAL", "pb.v1.outcome.*.*", hear, start="all")
+    await eventually(lambda: bool(found), f"an outcome of {request_id}", deadline_s)
+    await subscription.unsubscribe()
+    return found[-1]
