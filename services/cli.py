@@ -240,10 +240,10 @@ def policy(
 ) -> None:
     """Switch the routing policy of the running cluster, without a restart."""
     from .cluster import control, deployment
-    from .router.policy import POLICIES
+    from .router.policy import SCHEMES
 
-    if name not in POLICIES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(POLICIES)}.", param_hint="NAME")
+    if name not in SCHEMES:
+        raise typer.BadParameter(f"{", ".join(SCHEMES)}.", param_hint="NAME")
 
     async def work() -> None:
         operator = await deployment.connect(state, "operator", deployment.read_cluster(state).nats_url)

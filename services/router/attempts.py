@@ -1,0 +1,281 @@
+"""One request's way through its dispatch attempts, as one table.
+
+    choosing --decided--> offered --accepted--> accepted --started--> streaming --outcome--> ended
+                             |  silent             |  freed (given back, or lost before its first frame) -> choosing
+                             v                     v
+                        withdrawing --freed--> choosing,  --spent, broken--> ended (the router answers)
+
+Two rules hold whatever messages do:
+- *At most one attempt's frames are ever published*: another worker is asked only once the last one is known not to
+  answer: it refused or gave back, nobody listens there, it confirmed a withdrawal before its first frame, or its lease
+  ran out before that (a bridge that was stopped or cut off gives up what it has not started).
+- *Every request ends exactly once*: with the outcome of a bridge, which then has sent the last frame, or with one from
+  the router, never both.
+
+The methods translate what was heard into the table's events: `freed` becomes `spent` when no attempt may follow. A pair
+that is not in the table is a bug and raises. What is heard of an attempt that was already given up is stale: the answer
+to it is an abort, in case its worker came back.
+
+Owns: the state of one request, its attempt number, who was tried, the error it will end with.
+Must not know: NATS, timers, prices, messages."""
+
+import enum
+
+from ..bus.errors import Cancelled, DeadlineExceeded, Overloaded, PrefixbusError, WorkerLost, by_code
+
+
+class State(enum.Enum):
+    CHOOSING = "choosing"
+    OFFERED = "offered"
+    WITHDRAWING = "withdrawing"
+    ACCEPTED = "accepted"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+class Event(enum.Enum):
+    DECIDED = "decided"
+    NOBODY = "nobody"  # no worker can take it
+    ACCEPTED = "accepted"
+    STARTED = "started"  # the bridge is about to publish its first frame
+    SILENT = "silent"  # no answer in time
+    FREED = "freed"  # nothing was published and nothing will be: another may be asked
+    SPENT = "spent"  # the same, but nobody else will be asked
+    BROKEN = "broken"  # frames were published and the end never will be
+    OUTCOME = "outcome"  # the bridge ended the answer
+    CANCEL = "cancel"  # bridges hear cancels, too: whoever has accepted ends its answer itself
+    DEADLINE = "deadline"
+
+
+class Effect(enum.Enum):
+    CHOOSE = "choose"  # decide (again)
+    SEND = "send"  # book, dispatch and announce the attempt
+    WITHDRAW = "withdraw"  # ask the worker to abort the attempt, and hear how far it was
+    TAKE_BACK = "take back"  # unbook, and tell the other routers
+    RELEASE = "release"  # unbook; the outcome told the others
+    ANSWER = "answer"  # send the client the final frame with `error`
+    ABORT = "abort"  # tell a lost worker to stop the attempt, should it come back
+    ABORT_STALE = "abort stale"  # tell the worker that was heard from to stop
+
+
+S, E, F = State, Event, Effect
+
+TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
+    (S.CHOOSING, E.DECIDED): (S.OFFERED, (F.SEND,)),
+    (S.CHOOSING, E.NOBODY): (S.ENDED, (F.ANSWER,)),
+    (S.CHOOSING, E.CANCEL): (S.ENDED, (F.ANSWER,)),
+    (S.CHOOSING, E.DEADLINE): (S.ENDED, (F.ANSWER,)),
+    #
+    (S.OFFERED, E.ACCEPTED): (S.ACCEPTED, ()),
+    (S.OFFERED, E.STARTED): (S.STREAMING, ()),
+    (S.OFFERED, E.SILENT): (S.WITHDRAWING, (F.WITHDRAW,)),
+    (S.OFFERED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
+    (S.OFFERED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.OFFERED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.OFFERED, E.CANCEL): (S.OFFERED, ()),
+    (S.OFFERED, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
+    #
+    (S.WITHDRAWING, E.ACCEPTED): (S.WITHDRAWING, ()),
+    (S.WITHDRAWING, E.STARTED): (S.WITHDRAWING, ()),
+    (S.WITHDRAWING, E.SILENT): (S.WITHDRAWING, (F.WITHDRAW,)),
+    (S.WITHDRAWING, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
+    (S.WITHDRAWING, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.WITHDRAWING, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.WITHDRAWING, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.WITHDRAWING, E.CANCEL): (S.WITHDRAWING, ()),
+    (S.WITHDRAWING, E.DEADLINE): (S.WITHDRAWING, ()),
+    #
+    (S.ACCEPTED, E.ACCEPTED): (S.ACCEPTED, ()),
+    (S.ACCEPTED, E.STARTED): (S.STREAMING, ()),
+    (S.ACCEPTED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
+    (S.ACCEPTED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.ACCEPTED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.ACCEPTED, E.CANCEL): (S.ACCEPTED, ()),
+    (S.ACCEPTED, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
+    #
+    (S.STREAMING, E.ACCEPTED): (S.STREAMING, ()),
+    (S.STREAMING, E.STARTED): (S.STREAMING, ()),
+    (S.STREAMING, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.STREAMING, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.STREAMING, E.CANCEL): (S.STREAMING, ()),
+    (S.STREAMING, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
+    #
+    (S.ENDED, E.ACCEPTED): (S.ENDED, ()),
+    (S.ENDED, E.STARTED): (S.ENDED, ()),
+    (S.ENDED, E.OUTCOME): (S.ENDED, ()),
+    (S.ENDED, E.CANCEL): (S.ENDED, ()),
+    (S.ENDED, E.DEADLINE): (S.ENDED, ()),
+}
+
+
+class Unexpected(PrefixbusError):
+    """A request's state machine met an event that cannot happen there."""
+
+    code = "unexpected_event"
+    status = 500
+
+
+Effects = tuple[Effect, ...]
+
+# Refusals by name; all other reasons are codes of bus.errors, or mean the worker: wrong_incarnation, too_late, no_slot,
+# draining, superseded.
+QUEUE_TOO_LONG = "queue_too_long"
+ALREADY_STREAMING = "already_streaming"
+# Refusals that say something about the request and not about the worker are error codes; any other reason means: ask
+# somebody else. These are both, and mean the worker.
+_OF_THE_WORKER = ("overloaded", "unavailable", "engine_failed", "worker_lost")
+
+
+class Attempts:
+    """The attempts of one request. Methods return the effects to carry out, in order.
+
+    `error` is what the request ends with if the router has to answer; `avoid` the lives of workers not to ask again;
+    `failovers` why attempts were given up, in order; `published` whether frames of an attempt went out."""
+
+    def __init__(self, max_attempts: int) -> None:
+        self.state = State.CHOOSING
+        self.attempt = 0
+        self.worker = ""
+        self.incarnation = 0
+        self.error: PrefixbusError | None = None
+        # (worker, incarnation) in order of trial; a dict because sets have no order.
+        self.avoid: dict[tuple[str, int], None] = {}
+        self.failovers: list[str] = []
+        self.published = False
+        self._max_attempts = max_attempts
+        self._last_failure: PrefixbusError = WorkerLost()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no attempt may follow the one under way."""
+        return self.attempt >= self._max_attempts
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.ENDED
+
+    def decided(self, worker: str, incarnation: int) -> Effects:
+        self.attempt += 1
+        self.worker = worker
+        self.incarnation = incarnation
+        return self._step(Event.DECIDED)
+
+    def nobody(self, error: PrefixbusError) -> Effects:
+        """No candidate; after failed attempts what they failed of says more than that nobody is left."""
+        self.error = self._last_failure if self.attempt else error
+        return self._step(Event.NOBODY)
+
+    def accepted(self, attempt: int) -> Effects:
+        return self._step(Event.ACCEPTED) if self._is_live(attempt) else self._stale(attempt)
+
+    def started(self, attempt: int) -> Effects:
+        if not self._is_live(attempt):
+            return self._stale(attempt)
+        self.published = True
+        return self._step(Event.STARTED)
+
+    def refused(self, attempt: int, reason: str) -> Effects:
+        """The bridge will not run this attempt, or gives it back before its first frame."""
+        if not self._is_current(attempt):
+            return ()
+        if self.published:
+            # A give-back after the first frame breaks the protocol; the answer has no end.
+            return self._broken("broken")
+        kind = by_code(reason)
+        if kind is not PrefixbusError and reason not in _OF_THE_WORKER:
+            self.error = self.error or kind()
+        if reason == QUEUE_TOO_LONG:
+            # Its true queue is known now; it may still be the best.
+            return self._freed("queue", Overloaded())
+        if reason == ALREADY_STREAMING:
+            # An attempt we took for dead is not: a second answer must not begin.
+            self.error = self.error or WorkerLost()
+        self._avoid()
+        return self._freed("refused", Overloaded())
+
+    def unreachable(self, attempt: int) -> Effects:
+        """Nobody listens on the worker's subject, or the dispatch could not be sent."""
+        if not self._is_current(attempt):
+            return ()
+        self._avoid()
+        return self._gone("unreachable")
+
+    def silent(self, attempt: int) -> Effects:
+        """No answer to a dispatch, or to a withdrawal, in time."""
+        if not self._is_current(attempt) or self.state not in (State.OFFERED, State.WITHDRAWING):
+            return ()
+        self._avoid()
+        if self.state is State.WITHDRAWING and self.error is not None:
+            # Nobody waits for what this worker might still say.
+            return self._gone("silent")
+        return self._step(Event.SILENT)
+
+    def withdrawn(self, attempt: int, stage: str) -> Effects:
+        """The worker stopped the attempt: before its first frame (""), after it ("started"), or it had "ended"."""
+        if not self._is_current(attempt):
+            return ()
+        if stage == "ended":
+            return self._step(Event.OUTCOME)
+        self.published = self.published or stage == "started"
+        self._avoid()
+        return self._gone("silent")
+
+    def lost(self, worker: str, incarnation: int) -> Effects:
+        """The lease of this life of the worker ran out, or a newer life began."""
+        if worker != self.worker or incarnation < self.incarnation or not self._is_current(self.attempt):
+            return ()
+        self._avoid()
+        return (Effect.ABORT, *self._gone("lost"))
+
+    def outcome(self, attempt: int) -> Effects:
+        return self._step(Event.OUTCOME) if self._is_live(attempt) else ()
+
+    def cancel(self) -> Effects:
+        self.error = self.error or Cancelled()
+        return self._step(Event.CANCEL)
+
+    def deadline(self) -> Effects:
+        self.error = self.error or DeadlineExceeded()
+        return self._step(Event.DEADLINE)
+
+    def _is_current(self, attempt: int) -> bool:
+        return attempt == self.attempt and self.state not in (State.CHOOSING, State.ENDED)
+
+    def _is_live(self, attempt: int) -> bool:
+        """Current, or the last one of a request that has ended: the table has something to say about it."""
+        return attempt == self.attempt and self.state is not State.CHOOSING
+
+    def _stale(self, attempt: int) -> Effects:
+        return (Effect.ABORT_STALE,) if attempt <= self.attempt else ()
+
+    def _avoid(self) -> None:
+        self.avoid[self.worker, self.incarnation] = None
+
+    def _gone(self, why: str) -> Effects:
+        """The worker will say nothing more of this attempt: too late, or just in time for another."""
+        return self._broken(why) if self.published else self._freed(why, WorkerLost())
+
+    def _freed(self, why: str, failure: PrefixbusError) -> Effects:
+        self._last_failure = failure
+        if self.error is None:
+            self.failovers.append(why)
+        if self.error is None and self.attempt < self._max_attempts:
+            return self._step(Event.FREED)
+        self.error = self.error or failure
+        return self._step(Event.SPENT)
+
+    def _broken(self, why: str) -> Effects:
+        if self.error is None:
+            self.failovers.append(why)
+        self.error = self.error or WorkerLost()
+        return self._step(Event.BROKEN)
+
+    def _step(self, event: Event) -> Effects:
+        try:
+            self.state, effects = TABLE[self.state, event]
+        except KeyError:
+            raise Unexpected(f"{event.value} while {self.state.value}") from None
+        return effects
+
+    def __repr__(self) -> str:
+        return f"<Attempts {self.state.value} attempt={self.attempt} worker={self.worker or '-'}>"

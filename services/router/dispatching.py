@@ -1,0 +1,517 @@
+# ruff: noqa: TID251 - shell: one request's life on the event loop
+"""One request from its arrival at the router to its end: looks up, decides, dispatches, and answers for it.
+
+What to do next is attempts.py's to say; here its effects are carried out, and what is heard (answers of bridges, lost
+leases, cancels, timers) is put in order in a mailbox and told to it, one by one.
+
+Owns: the timers and the mailbox of each request in hand, and what those requests share.
+Must not know: how a policy chooses, how subscriptions are made."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import msgspec
+
+from .. import __version__
+from ..bus import frames, subjects
+from ..bus.errors import BusUnavailable, DeadlineExceeded, NoWorkers, Overloaded, PrefixbusError, Unavailable
+from ..bus.messages import (
+    ABORT,
+    DISPATCH,
+    DISPATCHED,
+    HOLDINGS,
+    JOB,
+    LOOKUP,
+    VERSION,
+    Abort,
+    Accept,
+    ControlReply,
+    Dispatch,
+    Dispatched,
+    Holdings,
+    Lookup,
+    Outcome,
+    Route,
+)
+from ..bus.runtime import Runtime
+from . import journal, policy
+from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
+from .cancels import Cancels
+from .cost import PROFILES, PrefillModel
+from .fleet import Available, Fleet, Lost, Survey
+from .metrics import Metrics
+from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
+from .recorder import Recorder
+from .shortlist import shortlist
+from .traffic import Traffic
+
+# Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches and aborts.
+DISPATCHES = "d"
+ABORTS = "a"
+# `Accept.refused` of the notice a bridge sends just before the first frame.
+STARTED = "started"
+# The first keep-alive is due within 1 s (DESIGN 2).
+FIRST_KEEPALIVE_S = 0.8
+KEEPALIVE_S = 1.0
+# Bridges end what passes its deadline; this much later the router does.
+DEADLINE_GRACE_S = 2.0
+# Nothing is left of a request this long after its deadline, whatever went wrong.
+HARD_LIMIT_S = 30.0
+# How long an announcement is believed beyond the time the request should take to its first token.
+ANNOUNCED_S = 10.0
+RETRY_AFTER_S = 1
+# Each holds its prompt until its first frame; beyond it new ones are refused.
+MAX_IN_HAND = 20_000
+# Ended requests whose late attempts are told to stop.
+REMEMBER_ANSWERED = 10_000
+DEFAULT_PROFILE = "h100-8b"
+
+
+class Desk:
+    """What the requests of this router share."""
+
+    def __init__(self, rt: Runtime, *, journal_key: bytes) -> None:
+        self.rt = rt
+        self.bus = rt.bus
+        self.clock = rt.clock
+        self.settings = rt.config.router
+        self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
+        self.traffic = Traffic()
+        self.cancels = Cancels()
+        self.policy: Policy = policy.known(Policy(name=rt.config.policy.name))
+        self.metrics = Metrics(rt.registry)
+        self.recorder = Recorder(rt.bus, self.metrics)
+        self.journal_key = journal_key
+        self.ordinals = itertools.count()
+        self.in_hand: dict[str, Request] = {}
+        self.by_label: dict[tuple[str, str], dict[str, Request]] = {}
+        self.answered: dict[str, None] = {}
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self._models = {
+            name: PROFILES.get(section.profile, PROFILES[DEFAULT_PROFILE]) for name, section in rt.config.models.items()
+        }
+
+    def prefill_model(self, model: str) -> PrefillModel:
+        return self._models.get(model, PROFILES[DEFAULT_PROFILE])
+
+    async def serve(self, route: Route) -> None:
+        """A request from arrival to end. Never raises: what goes wrong with one is no other's business."""
+        if route.request_id in self.in_hand:
+            self.rt.log.warning("a request came twice", extra={"fields": {"request_id": route.request_id}})
+            return
+        request = Request(self, route)
+        label = (route.tenant, route.client_request_id)
+        self.in_hand[route.request_id] = request
+        self.by_label.setdefault(label, {})[route.request_id] = request
+        self.empty.clear()
+        try:
+            await request.run()
+        finally:
+            del self.in_hand[route.request_id]
+            labelled = self.by_label[label]
+            del labelled[route.request_id]
+            if not labelled:
+                del self.by_label[label]
+            if not self.in_hand:
+                self.empty.set()
+
+    def lost(self, lost: Lost) -> None:
+        """A life of a worker is over: whoever waits for it should know."""
+        for request in list(self.in_hand.values()):
+            request.post(functools.partial(request.attempts.lost, lost.worker, lost.incarnation))
+
+    def cancelled(self, tenant: str, client_request_id: str) -> None:
+        self.cancels.heard(tenant, client_request_id, self.clock.now())
+        for request in list(self.by_label.get((tenant, client_request_id), {}).values()):
+            request.post(request.attempts.cancel)
+
+    def outcome(self, outcome: Outcome) -> None:
+        """An attempt of some router's ended."""
+        self.fleet.settle(outcome.request_id, outcome.attempt, self.clock.now())
+        request = self.in_hand.get(outcome.request_id)
+        if request is not None:
+            request.post(functools.partial(request.hear_outcome, outcome))
+
+    def dispatched(self, announced: Dispatched) -> None:
+        """Another router sent, or took back, a dispatch."""
+        now = self.clock.now()
+        if not announced.worker:
+            self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
+            return
+        until = now + max(0.0, announced.expires_at - self.clock.wall())
+        if announced.attempt == 1:
+            self.traffic.note(announced.ns_id, announced.keys)
+        self.fleet.book(
+            announced.request_id,
+            announced.attempt,
+            announced.worker,
+            announced.incarnation,
+            announced.prefill_ms,
+            now,
+            until,
+        )
+
+    def remember_answered(self, request_id: str) -> None:
+        self.answered[request_id] = None
+        if len(self.answered) > REMEMBER_ANSWERED:
+            del self.answered[next(iter(self.answered))]
+
+    async def abort(self, worker: str, request_id: str, attempt: int, *, reply: str = "") -> None:
+        """Tells a worker to stop an attempt; its answer, if wanted, goes to `reply`."""
+        payload = ABORT.encode(Abort(VERSION, request_id, attempt))
+        with contextlib.suppress(BusUnavailable):
+            await self.bus.publish(subjects.control(worker, "abort"), payload, reply=reply)
+
+    def idle(self) -> list[str]:
+        """What is left when all requests have ended: nothing, or the books do not balance."""
+        return [*self.in_hand, *self.fleet.idle()]
+
+
+class Request:
+    """A request in hand."""
+
+    def __init__(self, desk: Desk, route: Route) -> None:
+        self.attempts = Attempts(desk.settings.max_attempts)
+        self._desk = desk
+        self._route = route
+        self._mailbox: deque[Callable[[], Effects]] = deque()
+        self._mail = asyncio.Event()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._holdings: Holdings | None = None
+        self._shared_blocks = 0
+        self._decision: Decision | None = None
+        self._stale: Accept | None = None
+        self._code = ""
+
+    def post(self, event: Callable[[], Effects]) -> None:
+        """`event` tells the attempts what was heard; it is called in its turn."""
+        self._mailbox.append(event)
+        self._mail.set()
+
+    def hear_accept(self, accept: Accept) -> Effects:
+        """A bridge's word on an attempt: taken, refused, given back, or about to publish its first frame."""
+        self._stale = accept
+        if accept.refused == STARTED:
+            effects = self.attempts.started(accept.attempt)
+            if self.attempts.state is State.STREAMING:
+                # Nobody else will be asked: a long answer should not hold its prompt here.
+                self._route = msgspec.structs.replace(self._route, keys=b"", job=b"")
+        elif accept.refused:
+            if accept.refused == QUEUE_TOO_LONG:
+                now = self._desk.clock.now()
+                self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
+            return self.attempts.refused(accept.attempt, accept.refused)
+        else:
+            effects = self.attempts.accepted(accept.attempt)
+        if self.attempts.state in (State.ACCEPTED, State.STREAMING):
+            # From here on the bridge keeps the client's line alive.
+            self._stop("silent", "keepalive")
+        return effects
+
+    def hear_withdrawn(self, attempt: int, reply: ControlReply) -> Effects:
+        return self.attempts.withdrawn(attempt, reply.error)
+
+    def hear_outcome(self, outcome: Outcome) -> Effects:
+        if outcome.attempt == self.attempts.attempt:
+            self._code = outcome.error if outcome.status != "ok" else ""
+            metrics = self._desk.metrics
+            if outcome.queue_wait_ms is not None and self._decision is not None:
+                metrics.queue_wait_ms.labels(self._decision.name).observe(outcome.queue_wait_ms)
+            if outcome.cached_tokens is not None:
+                metrics.cached_tokens.labels("predicted").inc(outcome.predicted_tokens)
+                metrics.cached_tokens.labels("actual").inc(outcome.cached_tokens)
+        return self.attempts.outcome(outcome.attempt)
+
+    async def run(self) -> None:
+        remaining_s = self._route.deadline_at - self._desk.clock.wall()
+        try:
+            with anyio.CancelScope(deadline=anyio.current_time() + max(0.0, remaining_s) + HARD_LIMIT_S):
+                self._start("deadline", max(0.0, remaining_s), self._deadline_is_due)
+                self._start("keepalive", FIRST_KEEPALIVE_S, self._keepalive_is_due)
+                await self._live(remaining_s)
+        except Exception as exc:  # the edge: one request's failure ends that request
+            self._desk.rt.caught(exc, "a request failed", request_id=self._route.request_id)
+            self.attempts.error = self.attempts.error or PrefixbusError()
+        finally:
+            self._stop(*list(self._timers))
+            if not self.attempts.ended:
+                await self._let_go()
+            for reason in self.attempts.failovers:
+                self._desk.metrics.failovers.labels(reason).inc()
+            self._desk.metrics.ended(self._decision.name if self._decision else "", self._code)
+
+    async def _live(self, remaining_s: float) -> None:
+        route, desk = self._route, self._desk
+        if remaining_s <= 0:
+            self.post(self.attempts.deadline)
+        elif len(desk.in_hand) > MAX_IN_HAND:
+            self.post(functools.partial(self.attempts.nobody, Overloaded()))
+        elif desk.cancels.covers(route.tenant, route.client_request_id, desk.clock.now()):
+            self.post(self.attempts.cancel)
+        else:
+            self._holdings = await self._look_up()
+            self._shared_blocks = desk.traffic.shared_blocks(route.ns_id, route.keys)
+        await self._read_mail()
+        if not self.attempts.ended:
+            await self._perform((Effect.CHOOSE,))
+        while not self.attempts.ended:
+            self._mail.clear()
+            await self._read_mail()
+            if not self.attempts.ended:
+                await self._mail.wait()
+
+    async def _read_mail(self) -> None:
+        while self._mailbox:
+            await self._perform(self._mailbox.popleft()())
+
+    async def _perform(self, effects: Effects) -> None:
+        to_do = deque(effects)
+        while to_do:
+            match to_do.popleft():
+                case Effect.CHOOSE:
+                    to_do.extend(self._choose())
+                case Effect.SEND:
+                    to_do.extend(await self._send())
+                case Effect.WITHDRAW:
+                    await self._withdraw()
+                case Effect.TAKE_BACK:
+                    await self._take_back()
+                case Effect.RELEASE:
+                    self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, self._desk.clock.now())
+                case Effect.ANSWER:
+                    await self._answer()
+                case Effect.ABORT_STALE:
+                    if self._stale is not None:
+                        await self._desk.abort(self._stale.worker, self._stale.request_id, self._stale.attempt)
+                case Effect.ABORT:
+                    await self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
+
+    async def _look_up(self) -> Holdings | None:
+        """None when the directory did not answer: the request is decided blind."""
+        route, desk = self._route, self._desk
+        started_at = desk.clock.now()
+        try:
+            reply = await desk.bus.request(
+                subjects.lookup(0),
+                LOOKUP.encode(Lookup(VERSION, route.ns_id, route.keys)),
+                timeout_s=desk.settings.lookup_timeout_ms / 1000,
+            )
+            holdings = HOLDINGS.decode(reply.data)
+        except PrefixbusError as exc:
+            desk.metrics.lookup_failures.inc()
+            desk.rt.log.debug("deciding blind: %s", exc)
+            return None
+        desk.metrics.lookup_ms.observe((desk.clock.now() - started_at) * 1000)
+        return holdings
+
+    def _choose(self) -> Effects:
+        route, desk, attempts = self._route, self._desk, self.attempts
+        now, wall = desk.clock.now(), desk.clock.wall()
+        if wall >= route.deadline_at:
+            return attempts.deadline()
+        survey = desk.fleet.survey(route.model, route.serves, now)
+        available = survey.available
+        if attempts.avoid:
+            available = [one for one in available if (one.name, one.worker.incarnation) not in attempts.avoid]
+        if not available:
+            return attempts.nobody(_why_nobody(survey, route.model))
+        current = desk.policy
+        shortlisted = shortlist(
+            route,
+            available,
+            self._holdings,
+            self._shared_blocks,
+            desk.prefill_model(route.model),
+            current,
+            now,
+            whole_fleet=SCHEMES[current.name].whole_fleet,
+            ordinal=next(desk.ordinals),
+        )
+        self._decision = decision = policy.decide(shortlisted.shape, shortlisted.candidates, current, wall)
+        effects = attempts.decided(decision.worker, _incarnation(available, decision.worker))
+        desk.metrics.decide_us.observe((desk.clock.now() - now) * 1e6)
+        desk.recorder.record(
+            journal.build(
+                route,
+                decision,
+                shortlisted,
+                current,
+                attempt=attempts.attempt,
+                router=desk.rt.instance,
+                excluded=survey.excluded | {worker: "tried" for worker, _ in attempts.avoid},
+                key=desk.journal_key,
+                code_version=__version__,
+            )
+        )
+        return effects
+
+    async def _send(self) -> Effects:
+        """Books, dispatches, and announces what was decided, in this order: no message can overtake its booking."""
+        route, desk, attempts, decision = self._route, self._desk, self.attempts, self._decision
+        assert decision is not None
+        now, wall = desk.clock.now(), desk.clock.wall()
+        left_s = route.deadline_at - wall
+        desk.fleet.book(
+            route.request_id,
+            attempts.attempt,
+            attempts.worker,
+            attempts.incarnation,
+            decision.work_ms,
+            now,
+            now + left_s + HARD_LIMIT_S,
+        )
+        if attempts.attempt == 1:
+            desk.traffic.note(route.ns_id, route.keys)
+        accept_s = desk.settings.accept_timeout_ms / 1000
+        dispatch = Dispatch(
+            v=VERSION,
+            request_id=route.request_id,
+            attempt=attempts.attempt,
+            incarnation=attempts.incarnation,
+            max_queue_ms=NO_LIMIT_MS if attempts.is_last else decision.max_queue_ms,
+            accept_by_at=min(wall + accept_s, route.deadline_at),
+            prefill_ms=decision.work_ms,
+            predicted_tokens=decision.predicted_tokens,
+            decision=decision.name,
+            ns_id=route.ns_id,
+            keys=route.keys,
+            job=route.job,
+        )
+        self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
+        if "keepalive" not in self._timers:
+            self._start("keepalive", FIRST_KEEPALIVE_S, self._keepalive_is_due)
+        reply = f"{desk.bus.inbox_prefix}.{DISPATCHES}.{route.request_id}.{attempts.attempt}"
+        try:
+            await desk.bus.publish(subjects.work(attempts.worker), DISPATCH.encode(dispatch), reply=reply)
+        except BusUnavailable:
+            return attempts.unreachable(attempts.attempt)
+        except PrefixbusError as exc:
+            attempts.error = exc
+            return attempts.unreachable(attempts.attempt)
+        to_first_token_s = decision.ranking[0].ttft_ms / 1000
+        await self._announce(attempts.worker, wall + min(left_s, 2 * to_first_token_s + ANNOUNCED_S), route.keys)
+        return ()
+
+    async def _withdraw(self) -> None:
+        """Asks the worker to abort the attempt and say how far it was. That nobody listens there is an answer, too: a
+        bridge that was cut off gives up what it has not started."""
+        desk, attempts = self._desk, self.attempts
+        timeout_s = desk.settings.accept_timeout_ms / 1000
+        self._start("silent", timeout_s, functools.partial(self._silence_is_due, attempts.attempt))
+        reply = f"{desk.bus.inbox_prefix}.{ABORTS}.{self._route.request_id}.{attempts.attempt}"
+        await desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
+
+    async def _take_back(self) -> None:
+        self._stop("silent")
+        now = self._desk.clock.now()
+        self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, now, never_ran=True)
+        await self._announce("", 0.0, b"")
+
+    async def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
+        announced = Dispatched(
+            v=VERSION,
+            request_id=self._route.request_id,
+            attempt=self.attempts.attempt,
+            router=self._desk.rt.instance,
+            worker=worker,
+            incarnation=self.attempts.incarnation,
+            prefill_ms=self._decision.work_ms if self._decision else 0.0,
+            ns_id=self._route.ns_id,
+            keys=keys,
+            expires_at=expires_at,
+        )
+        with contextlib.suppress(BusUnavailable):
+            await self._desk.bus.publish(subjects.DISPATCHED, DISPATCHED.encode(announced))
+
+    async def _answer(self) -> None:
+        """The final frame, with the error the request ends with."""
+        error = self.attempts.error or PrefixbusError()
+        self._code = error.code
+        self._desk.remember_answered(self._route.request_id)
+        attempt = self.attempts.attempt or None
+        headers = frames.error_headers(error, self._route.client_request_id, attempt=attempt)
+        if self.attempts.published:
+            # Chunks went out before; only the bridge knew how many.
+            del headers[subjects.HEADER_SEQ]
+        if isinstance(error, Overloaded):
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        try:
+            await self._desk.bus.publish(self._route.reply, b"", headers=headers)
+        except BusUnavailable as exc:
+            self._desk.rt.caught(exc, "an answer could not be sent", request_id=self._route.request_id)
+
+    async def _let_go(self) -> None:
+        """The request's task is being cancelled, or failed: nothing stays booked, and nobody waits in vain."""
+        accepted = self.attempts.state in (State.ACCEPTED, State.STREAMING)
+        self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, self._desk.clock.now())
+        self._code = self._code or Unavailable.code
+        if accepted:
+            return  # its bridge ends it
+        self.attempts.error = self.attempts.error or Unavailable("The router is going away.")
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1.0):
+            if self.attempts.worker:
+                await self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
+            await self._answer()
+
+    def _start(self, timer: str, seconds: float, due: Callable[[], None]) -> None:
+        self._stop(timer)
+        self._timers[timer] = asyncio.get_running_loop().call_later(seconds, due)
+
+    def _stop(self, *timers: str) -> None:
+        for timer in timers:
+            handle = self._timers.pop(timer, None)
+            if handle is not None:
+                handle.cancel()
+
+    def _silence_is_due(self, attempt: int) -> None:
+        self.post(functools.partial(self.attempts.silent, attempt))
+
+    def _deadline_is_due(self) -> None:
+        if self.attempts.state in (State.ACCEPTED, State.STREAMING) and self.attempts.error is None:
+            # The bridge keeps the same deadline, and ends its answers itself.
+            self._start("deadline", DEADLINE_GRACE_S, functools.partial(self.post, self._past_deadline))
+        else:
+            self.post(self._past_deadline)
+
+    def _past_deadline(self) -> Effects:
+        self.attempts.error = self.attempts.error or DeadlineExceeded()
+        return self.attempts.deadline()
+
+    def _keepalive_is_due(self) -> None:
+        self._start("keepalive", KEEPALIVE_S, self._keepalive_is_due)
+        self._desk.rt.task_group.start_soon(self._keep_alive)
+
+    async def _keep_alive(self) -> None:
+        if self.attempts.published or self.attempts.state not in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
+            return
+        try:
+            job = JOB.decode(self._route.job)
+            label = self._route.client_request_id
+            body = frames.keepalive(job.kind, self._route.model, label, job.created_at)
+            await self._desk.bus.publish(self._route.reply, body, headers=frames.keepalive_headers(label))
+            self._desk.metrics.keepalives.inc()
+        except PrefixbusError as exc:
+            self._desk.rt.caught(exc, "a keep-alive could not be sent", request_id=self._route.request_id)
+
+    def __repr__(self) -> str:
+        return f"<Request {self._route.request_id} {self.attempts!r}>"
+
+
+def _incarnation(available: list[Available], worker: str) -> int:
+    return next(one.worker.incarnation for one in available if one.name == worker)
+
+
+def _why_nobody(survey: Survey, model: str) -> PrefixbusError:
+    """Which error says best why there is no candidate."""
+    reasons = [reason for reason in survey.excluded.values() if reason != "model"]
+    if survey.available or "busy" in reasons:
+        return Overloaded()
+    if reasons:
+        return NoWorkers(f"All workers of {model} are {' or '.join(sorted(dict.fromkeys(reasons)))}.")
+    return NoWorkers()

@@ -1,0 +1,70 @@
+"""What the router counts. Labels are bounded: decisions, error codes, reasons and workers, never requests or prefixes.
+
+Must not know: how anything is decided."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from ..bus.errors import PrefixbusError, by_code
+
+_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000)
+_SHORT_MS = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_US = (10, 25, 50, 100, 250, 500, 1000, 2500)
+
+
+class Metrics:
+    """All of them, in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "prefixbus_router_requests",
+            "Requests that ended, by the last decision (none: before any) and error code (ok: none).",
+            ["decision", "code"],
+            registry=registry,
+        )
+        self.lookup_ms = Histogram(
+            "prefixbus_router_lookup_ms", "Time to the directory's answer.", buckets=_SHORT_MS, registry=registry
+        )
+        self.lookup_failures = Counter(
+            "prefixbus_router_lookup_failures", "Lookups without an answer: decided blind.", registry=registry
+        )
+        self.decide_us = Histogram(
+            "prefixbus_router_decide_us", "Time to find, price and rank the candidates.", buckets=_US, registry=registry
+        )
+        self.queue_wait_ms = Histogram(
+            "prefixbus_router_queue_wait_ms",
+            "From acceptance to the first step of prefill, as bridges measured it, by decision.",
+            ["decision"],
+            buckets=_MS,
+            registry=registry,
+        )
+        self.failovers = Counter(
+            "prefixbus_router_failovers", "Attempts given up, by reason.", ["reason"], registry=registry
+        )
+        self.cached_tokens = Counter(
+            "prefixbus_router_cached_tokens",
+            "Cached tokens of requests whose engine reported them, predicted and actual.",
+            ["kind"],
+            registry=registry,
+        )
+        self.in_hand = Gauge(
+            "prefixbus_router_in_hand", "Requests this router has taken and that have not ended.", registry=registry
+        )
+        self.in_flight = Gauge(
+            "prefixbus_router_in_flight", "Dispatches of all routers, as this one knows them.", registry=registry
+        )
+        self.workers = Gauge("prefixbus_router_workers", "Workers this router has heard of.", registry=registry)
+        self.keepalives = Counter(
+            "prefixbus_router_keepalives", "Keep-alives sent before acceptance.", registry=registry
+        )
+        self.policies_refused = Counter(
+            "prefixbus_router_policies_refused", "Policies that were not valid; the old one stayed.", registry=registry
+        )
+        self.journal_lost = Counter(
+            "prefixbus_router_journal_lost", "Decision records that could not be stored.", registry=registry
+        )
+
+    def ended(self, decision: str, code: str) -> None:
+        """A request ended; `code` is empty if it ended well."""
+        kind = by_code(code) if code else None
+        label = "ok" if kind is None else kind.code if code == kind.code else PrefixbusError.code
+        self.requests.labels(decision or "none", label).inc()

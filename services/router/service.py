@@ -1,0 +1,180 @@
+# ruff: noqa: TID251 - service shell
+"""The router: takes requests from the tokenizers' queue, and gives each to the worker worth choosing.
+
+Copies share the queue group; each hears all heartbeats, announcements, outcomes and cancels, so all see one fleet.
+
+Owns: the subscriptions.   Must not know: how a request is decided (policy.py) or lived (dispatching.py)."""
+
+import functools
+
+import anyio
+from nats.aio.msg import Msg
+
+from ..bus import subjects
+from ..bus.errors import PrefixbusError
+from ..bus.messages import ACCEPT, CONTROL_REPLY, DISPATCHED, LOAD, OUTCOME, ROUTE
+from ..bus.runtime import Runtime
+from . import policy
+from .dispatching import ABORTS, DISPATCHES, STARTED, Desk, Request
+from .policy import Policy
+
+QUEUE_GROUP = "router"
+POLICY_STREAM = f"KV_{subjects.BUCKET_POLICIES}"
+POLICY_SUBJECT = f"$KV.{subjects.BUCKET_POLICIES}.active"
+# The fleet is learned before the first request is taken: three heartbeats (DESIGN 5).
+LEARN_S = 0.6
+SWEEP_S = 0.1
+FLUSH_S = 2.0
+
+
+async def run(rt: Runtime) -> None:
+    """Serves until `rt.stopping`, then ends the requests in hand."""
+    desk = Desk(rt, journal_key=rt.purpose_key("journal"))
+    wires = Wires(desk)
+    rt.bus.on_connection_change.append(wires.connection_changed)
+    rt.task_group.start_soon(wires.sweep)
+    rt.task_group.start_soon(desk.recorder.write_all)
+    await rt.bus.subscribe(subjects.ALL_LOAD, wires.load)
+    await rt.bus.subscribe(subjects.DISPATCHED, wires.dispatched)
+    await rt.bus.subscribe(subjects.ALL_OUTCOME, wires.outcome)
+    await rt.bus.subscribe(subjects.ALL_CANCEL, wires.cancel)
+    await rt.bus.subscribe(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
+    await rt.bus.subscribe(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
+    await rt.bus.follow(POLICY_STREAM, POLICY_SUBJECT, wires.new_policy, start="last")
+    await anyio.sleep(LEARN_S)
+    requests = await rt.bus.subscribe(subjects.ALL_ROUTE, wires.route, queue=QUEUE_GROUP)
+    rt.ready()
+    await rt.stopping.wait()
+    await requests.drain()
+    await desk.empty.wait()
+    await desk.recorder.flush(FLUSH_S)
+
+
+class Wires:
+    """What each kind of message means to the desk. A message that is not ours is counted and dropped."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._rt = desk.rt
+
+    async def route(self, message: Msg) -> None:
+        try:
+            route = ROUTE.decode(message.data)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        self._rt.task_group.start_soon(self._desk.serve, route)
+
+    async def load(self, message: Msg) -> None:
+        try:
+            load = LOAD.decode(message.data)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        # The subject is what the server's permissions vouch for.
+        if message.subject == subjects.load(load.worker):
+            lost = self._desk.fleet.heard(load, self._desk.clock.now())
+            if lost is not None:
+                self._desk.lost(lost)
+
+    async def dispatched(self, message: Msg) -> None:
+        try:
+            announced = DISPATCHED.decode(message.data)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        if announced.router != self._rt.instance:
+            self._desk.dispatched(announced)
+
+    async def outcome(self, message: Msg) -> None:
+        try:
+            outcome = OUTCOME.decode(message.data)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        if message.subject == subjects.outcome(outcome.worker, outcome.request_id):
+            self._desk.outcome(outcome)
+
+    async def cancel(self, message: Msg) -> None:
+        try:
+            tenant, client_request_id = subjects.parse_cancel(message.subject)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        self._desk.cancelled(tenant, client_request_id)
+
+    async def accept(self, message: Msg) -> None:
+        """A bridge's answer to a dispatch, or the server's, that nobody listens there."""
+        request, request_id, attempt = self._asked(message)
+        if _nobody_listens(message):
+            if request is not None:
+                request.post(functools.partial(request.attempts.unreachable, attempt))
+            return
+        try:
+            accept = ACCEPT.decode(message.data)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        if request is not None:
+            request.post(functools.partial(request.hear_accept, accept))
+        elif request_id in self._desk.answered and accept.refused in ("", STARTED):
+            # The client has been told that it failed: whoever still works on it should stop.
+            await self._desk.abort(accept.worker, request_id, accept.attempt)
+
+    async def aborted(self, message: Msg) -> None:
+        """A bridge's answer to an abort, or the server's."""
+        request, _, attempt = self._asked(message)
+        if request is None:
+            return
+        if _nobody_listens(message):
+            request.post(functools.partial(request.attempts.unreachable, attempt))
+            return
+        try:
+            reply = CONTROL_REPLY.decode(message.data)
+        except PrefixbusError as exc:
+            self._rt.caught(exc, f"on {message.subject}")
+            return
+        request.post(functools.partial(request.hear_withdrawn, attempt, reply))
+
+    async def new_policy(self, message: Msg) -> None:
+        """An invalid policy is refused, and the one in force stays; without any, the configured one is."""
+        try:
+            if message.headers and message.headers.get("KV-Operation"):
+                chosen = Policy(name=self._rt.config.policy.name)
+            else:
+                chosen = policy.parse(message.data)
+        except PrefixbusError as exc:
+            self._desk.metrics.policies_refused.inc()
+            self._rt.caught(exc, "a policy is refused")
+            return
+        self._desk.policy = chosen
+        self._rt.log.info("policy %s, version %s", chosen.name, chosen.version)
+
+    def connection_changed(self, connected: bool) -> None:
+        now = self._desk.clock.now()
+        if connected:
+            self._desk.fleet.back(now)
+        else:
+            self._desk.fleet.cut_off(now)
+
+    async def sweep(self) -> None:
+        """Runs leases and bookings out, and shows the fleet's size."""
+        desk = self._desk
+        while True:
+            for lost in desk.fleet.sweep(desk.clock.now()):
+                self._rt.log.warning("worker lost", extra={"fields": {"worker": lost.worker}})
+                desk.lost(lost)
+            desk.metrics.in_hand.set(len(desk.in_hand))
+            desk.metrics.in_flight.set(sum(desk.fleet.in_flight().values()))
+            desk.metrics.workers.set(len(desk.fleet))
+            await anyio.sleep(SWEEP_S)
+
+    def _asked(self, message: Msg) -> tuple[Request | None, str, int]:
+        """The request and attempt that an answer in our inbox is about. Only bridges may write there; a malformed tail
+        is attempt 0, of which nobody knows anything."""
+        request_id, attempt = message.subject.split(".")[-2:]
+        return self._desk.in_hand.get(request_id), request_id, int(attempt) if attempt.isdecimal() else 0
+
+
+def _nobody_listens(message: Msg) -> bool:
+    return message.headers is not None and message.headers.get("Status") == "503"

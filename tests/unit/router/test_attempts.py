@@ -1,0 +1,417 @@
+"""A request's attempts: the table, and the two rules under every interleaving of messages."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixbus.bus.errors import Cancelled, DeadlineExceeded, NoWorkers, Overloaded, StaleNamespace, WorkerLost
+from prefixbus.router.attempts import TABLE, Attempts, Effect, Effects, Event, State, Unexpected
+
+
+def offered(max_attempts: int = 4) -> Attempts:
+    attempts = Attempts(max_attempts)
+    attempts.decided("w1", 1)
+    return attempts
+
+
+def accepted(max_attempts: int = 4) -> Attempts:
+    attempts = offered(max_attempts)
+    attempts.accepted(1)
+    return attempts
+
+
+def streaming() -> Attempts:
+    attempts = accepted()
+    attempts.started(1)
+    return attempts
+
+
+def test_the_plain_way_ends_with_the_bridges_outcome() -> None:
+    attempts = streaming()
+
+    assert attempts.outcome(1) == (Effect.RELEASE,)
+    assert attempts.ended
+
+
+def test_every_state_but_the_last_can_end_and_the_last_stays() -> None:
+    for state in State:
+        following = {after for (before, _), (after, _) in TABLE.items() if before is state}
+        assert (following == {State.ENDED}) == (state is State.ENDED)
+        assert State.ENDED in following
+
+
+def test_the_router_answers_only_on_the_way_into_the_end() -> None:
+    answering = [(before, after) for (before, _), (after, effects) in TABLE.items() if Effect.ANSWER in effects]
+
+    assert answering
+    assert all(before is not State.ENDED and after is State.ENDED for before, after in answering)
+
+
+def test_a_pair_that_is_not_in_the_table_raises() -> None:
+    with pytest.raises(Unexpected, match="decided while offered"):
+        offered().decided("w2", 1)
+
+
+def test_a_full_queue_is_chosen_anew_without_avoiding_the_worker() -> None:
+    attempts = offered()
+
+    assert attempts.refused(1, "queue_too_long") == (Effect.TAKE_BACK, Effect.CHOOSE)
+    assert attempts.avoid == {}
+
+
+@pytest.mark.parametrize("reason", ["no_slot", "draining", "wrong_incarnation", "engine_failed", "overloaded"])
+def test_a_worker_that_cannot_is_not_asked_again(reason: str) -> None:
+    attempts = offered()
+
+    assert attempts.refused(1, reason) == (Effect.TAKE_BACK, Effect.CHOOSE)
+    assert list(attempts.avoid) == [("w1", 1)]
+
+
+def test_a_refusal_of_the_request_itself_ends_it() -> None:
+    attempts = offered()
+
+    assert attempts.refused(1, "stale_namespace") == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, StaleNamespace)
+
+
+def test_the_last_attempt_is_known_as_such_and_ends_with_its_failure() -> None:
+    attempts = offered(max_attempts=2)
+    attempts.refused(1, "no_slot")
+    attempts.decided("w2", 1)
+
+    assert attempts.is_last
+    assert attempts.refused(2, "no_slot") == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, Overloaded)
+
+
+def test_without_candidates_the_reason_is_told() -> None:
+    attempts = Attempts(4)
+
+    assert attempts.nobody(NoWorkers()) == (Effect.ANSWER,)
+    assert isinstance(attempts.error, NoWorkers)
+
+
+def test_after_a_loss_without_further_candidates_the_loss_is_told() -> None:
+    attempts = accepted()
+    attempts.lost("w1", 1)
+
+    attempts.nobody(NoWorkers())
+
+    assert isinstance(attempts.error, WorkerLost)
+
+
+def test_a_silent_worker_is_withdrawn_from_before_another_is_asked() -> None:
+    attempts = offered()
+
+    assert attempts.silent(1) == (Effect.WITHDRAW,)
+    assert attempts.silent(1) == (Effect.WITHDRAW,)
+    assert attempts.withdrawn(1, "") == (Effect.TAKE_BACK, Effect.CHOOSE)
+
+
+def test_a_withdrawal_that_comes_too_late_ends_the_answer() -> None:
+    attempts = offered()
+    attempts.silent(1)
+
+    assert attempts.withdrawn(1, "started") == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, WorkerLost)
+
+
+def test_a_withdrawal_of_what_had_ended_is_its_end() -> None:
+    attempts = offered()
+    attempts.silent(1)
+
+    assert attempts.withdrawn(1, "ended") == (Effect.RELEASE,)
+
+
+def test_a_worker_lost_before_its_first_frame_is_replaced() -> None:
+    attempts = accepted()
+
+    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.CHOOSE)
+    assert attempts.decided("w2", 1) == (Effect.SEND,)
+    assert attempts.attempt == 2
+
+
+def test_a_worker_lost_after_its_first_frame_ends_the_answer() -> None:
+    attempts = streaming()
+
+    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, WorkerLost)
+
+
+def test_the_loss_of_another_worker_or_of_an_earlier_life_is_none_of_ours() -> None:
+    attempts = Attempts(4)
+    attempts.decided("w1", 5)
+
+    assert attempts.lost("w2", 9) == ()
+    assert attempts.lost("w1", 4) == ()
+
+
+def test_what_an_abandoned_attempt_says_is_answered_with_an_abort() -> None:
+    attempts = accepted()
+    attempts.lost("w1", 1)
+    attempts.decided("w2", 1)
+
+    assert attempts.accepted(1) == (Effect.ABORT_STALE,)
+    assert attempts.started(1) == (Effect.ABORT_STALE,)
+    assert attempts.outcome(1) == ()
+    assert attempts.state is State.OFFERED
+
+
+def test_a_request_that_is_being_answered_by_an_attempt_taken_for_dead_gets_no_second_answer() -> None:
+    attempts = offered()
+
+    assert attempts.refused(1, "already_streaming") == (Effect.TAKE_BACK, Effect.ANSWER)
+
+
+def test_a_cancel_before_the_dispatch_is_answered_here_and_after_it_by_the_bridge() -> None:
+    early, late = Attempts(4), accepted()
+
+    assert early.cancel() == (Effect.ANSWER,)
+    assert late.cancel() == ()
+    assert late.outcome(1) == (Effect.RELEASE,)
+
+
+def test_a_cancelled_request_is_not_given_to_another_worker() -> None:
+    attempts = accepted()
+    attempts.cancel()
+
+    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, Cancelled)
+
+
+def test_past_the_deadline_a_worker_that_says_nothing_is_not_waited_for() -> None:
+    attempts = accepted()
+
+    assert attempts.deadline() == (Effect.WITHDRAW,)
+    assert attempts.silent(1) == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, DeadlineExceeded)
+
+
+class Bridge:
+    """A worker as the protocol promises it to be; an attempt's stage is accepted, streaming, ended, aborted or
+    refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.incarnation = 1
+        self.stages: dict[int, str] = {}
+
+
+class OneStreamOneEnd(RuleBasedStateMachine):
+    """Router and three bridges; every message may be late, overtaken or lost.
+
+    The bridges keep their promises: an attempt aborted before it came is refused when it comes; a bridge whose lease
+    ran out, or which was cut off, gives up what it has not started, and restarts forget everything."""
+
+    picks = st.integers(0, 7)
+    answers = st.sampled_from(["", "", "", "", "queue_too_long", "no_slot", "stale_namespace"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempts = Attempts(4)
+        self.bridges = {name: Bridge(name) for name in ("w1", "w2", "w3")}
+        # (kind, worker, attempt) on their way to bridges, and (kind, worker, attempt, detail) on their way back.
+        self.down: list[tuple[str, str, int]] = []
+        self.up: list[tuple[str, str, int, str]] = []
+        self.booked: set[int] = set()
+        self.final_frames: list[str] = []
+        self.published: list[tuple[str, int]] = []
+        self.gave_up_waiting = False
+        self.impatient = self.lossy = False
+        self.act((Effect.CHOOSE,))
+
+    def act(self, effects: Effects) -> None:
+        attempts = self.attempts
+        for effect in effects:
+            match effect:
+                case Effect.CHOOSE:
+                    free = [one for one in self.bridges.values() if (one.name, one.incarnation) not in attempts.avoid]
+                    if free:
+                        self.act(attempts.decided(free[0].name, free[0].incarnation))
+                    else:
+                        self.act(attempts.nobody(NoWorkers()))
+                case Effect.SEND:
+                    self.booked.add(attempts.attempt)
+                    self.down.append(("dispatch", attempts.worker, attempts.attempt))
+                case Effect.WITHDRAW | Effect.ABORT:
+                    self.down.append(("abort", attempts.worker, attempts.attempt))
+                case Effect.TAKE_BACK | Effect.RELEASE:
+                    self.booked.discard(attempts.attempt)
+                case Effect.ANSWER:
+                    self.final_frames.append("router")
+
+    def heard(self, effects: Effects, worker: str, attempt: int) -> None:
+        if Effect.ABORT_STALE in effects:
+            self.down.append(("abort", worker, attempt))
+        self.act(effects)
+
+    # --- messages
+
+    @initialize(impatient=st.booleans(), lossy=st.booleans())
+    def the_run_is(self, impatient: bool, lossy: bool) -> None:
+        """In half of the runs neither a cancel nor the deadline cuts the story short; in half nothing is lost."""
+        self.impatient = impatient
+        self.lossy = lossy
+
+    @precondition(lambda self: self.down)
+    @rule(pick=picks, answer=answers)
+    def bridge_reads(self, pick: int, answer: str) -> None:
+        kind, worker, attempt = self.down.pop(pick % len(self.down))
+        stages = self.bridges[worker].stages
+        stage = stages.get(attempt, "")
+        if kind == "dispatch" and not stage:
+            stages[attempt] = "refused" if answer else "accepted"
+            self.up.append(("accept", worker, attempt, answer))
+        elif kind == "dispatch" and stage == "aborted":
+            self.up.append(("accept", worker, attempt, "superseded"))
+        elif kind == "abort":
+            reply = {"streaming": "started", "ended": "ended"}.get(stage, "")
+            if stage != "ended":
+                stages[attempt] = "aborted"
+            self.up.append(("aborted", worker, attempt, reply))
+
+    @precondition(lambda self: self.up)
+    @rule(pick=picks)
+    def router_reads(self, pick: int) -> None:
+        kind, worker, attempt, detail = self.up.pop(pick % len(self.up))
+        match kind:
+            case "accept" if detail:
+                effects = self.attempts.refused(attempt, detail)
+            case "accept":
+                effects = self.attempts.accepted(attempt)
+            case "started":
+                effects = self.attempts.started(attempt)
+            case "outcome":
+                effects = self.attempts.outcome(attempt)
+            case _:
+                effects = self.attempts.withdrawn(attempt, detail)
+        self.heard(effects, worker, attempt)
+
+    @precondition(lambda self: self.lossy and self.down)
+    @rule(pick=picks)
+    def dispatch_or_abort_is_lost(self, pick: int) -> None:
+        self.down.pop(pick % len(self.down))
+
+    @precondition(lambda self: self.lossy and any(kind in ("accept", "aborted") for kind, *_ in self.up))
+    @rule(pick=picks)
+    def answer_is_lost(self, pick: int) -> None:
+        loseable = [n for n, (kind, *_) in enumerate(self.up) if kind in ("accept", "aborted")]
+        self.up.pop(loseable[pick % len(loseable)])
+
+    # --- bridges
+
+    def in_stage(self, stage: str) -> list[tuple[str, int]]:
+        return [(one.name, n) for one in self.bridges.values() for n, at in one.stages.items() if at == stage]
+
+    @precondition(lambda self: self.in_stage("accepted"))
+    @rule(pick=picks)
+    def bridge_starts(self, pick: int) -> None:
+        accepted = self.in_stage("accepted")
+        worker, attempt = accepted[pick % len(accepted)]
+        self.bridges[worker].stages[attempt] = "streaming"
+        self.published.append((worker, attempt))
+        self.up.append(("started", worker, attempt, ""))
+
+    @precondition(lambda self: self.in_stage("accepted"))
+    @rule(pick=picks)
+    def bridge_gives_back(self, pick: int) -> None:
+        accepted = self.in_stage("accepted")
+        worker, attempt = accepted[pick % len(accepted)]
+        self.bridges[worker].stages[attempt] = "refused"
+        self.up.append(("accept", worker, attempt, "draining"))
+
+    @precondition(lambda self: self.in_stage("streaming"))
+    @rule(pick=picks)
+    def bridge_ends(self, pick: int) -> None:
+        streaming = self.in_stage("streaming")
+        worker, attempt = streaming[pick % len(streaming)]
+        self.bridges[worker].stages[attempt] = "ended"
+        self.final_frames.append("bridge")
+        self.up.append(("outcome", worker, attempt, ""))
+
+    # --- what else happens
+
+    def router_reads_all_of(self, worker: str) -> None:
+        arrived = [one for one in self.up if one[1] == worker and one[0] in ("started", "outcome")]
+        self.up = [one for one in self.up if one[1] != worker]
+        for kind, _, attempt, _ in arrived:
+            hear = self.attempts.started if kind == "started" else self.attempts.outcome
+            self.heard(hear(attempt), worker, attempt)
+
+    def give_up(self, worker: str) -> None:
+        stages = self.bridges[worker].stages
+        stages.update((n, "aborted") for n, stage in list(stages.items()) if stage in ("accepted", "streaming"))
+
+    @rule(worker=st.sampled_from(("w1", "w2", "w3")), restarts=st.booleans())
+    def lease_runs_out(self, worker: str, restarts: bool) -> None:
+        """What the worker had sent before has arrived by then: 3 s later, on a connection that keeps its order."""
+        bridge = self.bridges[worker]
+        self.router_reads_all_of(worker)
+        lived = bridge.incarnation
+        self.give_up(worker)
+        # Dispatches that name the old life are refused by the new one, or by a lease that ran out.
+        self.down = [one for one in self.down if one[1] != worker]
+        if restarts:
+            bridge.incarnation += 1
+        self.act(self.attempts.lost(worker, lived))
+
+    @precondition(lambda self: self.down)
+    @rule(pick=picks)
+    def bridge_is_cut_off(self, pick: int) -> None:
+        """Nobody listens where this message goes: the bridge is without its connection, and gives up what it has."""
+        _, worker, attempt = self.down[pick % len(self.down)]
+        # What was sent before is lost with the connection, or read too late to be accepted (`accept_by_at`).
+        self.down = [one for one in self.down if one[1] != worker]
+        self.router_reads_all_of(worker)
+        self.give_up(worker)
+        self.act(self.attempts.unreachable(attempt))
+
+    @precondition(lambda self: self.attempts.state in (State.OFFERED, State.WITHDRAWING))
+    @rule()
+    def answer_is_late(self) -> None:
+        effects = self.attempts.silent(self.attempts.attempt)
+        # Past the deadline or a cancel nobody waits for a worker that does not answer; it may yet end its answer.
+        self.gave_up_waiting = self.gave_up_waiting or Effect.ANSWER in effects
+        self.act(effects)
+
+    @precondition(lambda self: self.impatient)
+    @rule()
+    def client_cancels(self) -> None:
+        self.act(self.attempts.cancel())
+
+    @precondition(lambda self: self.impatient)
+    @rule()
+    def deadline_passes(self) -> None:
+        self.act(self.attempts.deadline())
+
+    # --- the rules
+
+    @invariant()
+    def at_most_one_attempt_is_ever_published(self) -> None:
+        assert len(self.published) <= 1
+
+    @invariant()
+    def no_attempt_is_asked_while_another_may_publish(self) -> None:
+        alive = self.in_stage("accepted") + self.in_stage("streaming")
+        if self.attempts.error is None:
+            assert len(alive) <= 1
+
+    @invariant()
+    def it_is_answered_once(self) -> None:
+        if not self.gave_up_waiting:
+            assert len(self.final_frames) <= 1
+        assert self.final_frames.count("router") <= 1
+        if self.attempts.ended:
+            assert self.final_frames
+
+    @invariant()
+    def nothing_stays_booked(self) -> None:
+        expected = set() if self.attempts.ended or self.attempts.state is State.CHOOSING else {self.attempts.attempt}
+        assert self.booked == expected
+
+
+TestOneStreamOneEnd = OneStreamOneEnd.TestCase
+
+
+def test_the_tables_events_are_all_reachable() -> None:
+    assert {event for _, event in TABLE} == set(Event)

@@ -1,0 +1,326 @@
+"""The router's books: leases, queues, bookings, and that nothing is left in them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from prefixbus.bus.messages import Load
+from prefixbus.router.fleet import MAX_STEP_S, SURELY_REPORTED_S, Fleet, Lost, Survey
+
+MODEL, SERVES = "m", "digest"
+
+
+def load(worker: str = "w1", **changed: Any) -> Load:
+    values: dict[str, Any] = {
+        "v": 1,
+        "worker": worker,
+        "incarnation": 1,
+        "report": 1,
+        "event_seq": 0,
+        "model": MODEL,
+        "serves": SERVES,
+        "queue_ms": 0.0,
+        "running": 0,
+        "waiting": 0,
+        "slots": 8,
+        "kv_usage": 0.25,
+        "kv_tokens": 1000,
+        "block_size": 16,
+        "draining": False,
+        "accepted": [],
+    }
+    return Load(**(values | changed))
+
+
+def fleet(*loads: Load, now: float = 0.0) -> Fleet:
+    made = Fleet(suspect_after_s=0.6, lost_after_s=3.0)
+    for report in loads:
+        made.heard(report, now)
+    return made
+
+
+def survey(of: Fleet, now: float) -> Survey:
+    return of.survey(MODEL, SERVES, now)
+
+
+def queue_ms(of: Fleet, now: float, worker: str = "w1") -> float:
+    return {one.name: one.queue_ms for one in survey(of, now).available}[worker]
+
+
+def pass_time(of: Fleet, start: float, seconds: float) -> list[Lost]:
+    """Sweeps ten times a second, as the service does; returns who was lost."""
+    lost = []
+    for step in range(1, round(seconds * 10) + 1):
+        lost += of.sweep(start + step / 10)
+    return lost
+
+
+# --- queues
+
+
+def test_a_reported_queue_shrinks_with_time_and_not_below_nothing() -> None:
+    books = fleet(load(queue_ms=100.0))
+
+    assert queue_ms(books, 0.0) == 100.0
+    assert queue_ms(books, 0.04) == pytest.approx(60.0)
+    assert queue_ms(books, 0.2) == 0.0
+
+
+def test_a_dispatch_counts_until_the_report_that_contains_it() -> None:
+    books = fleet(load(queue_ms=10.0))
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    before = queue_ms(books, 0.0)
+    books.heard(load(report=2, queue_ms=55.0, accepted=["r1"]), 0.0)
+
+    assert before == 60.0
+    assert queue_ms(books, 0.0) == 55.0
+    assert books.in_flight() == {"w1": 1}
+
+
+def test_a_report_from_before_the_acceptance_does_not_swallow_the_dispatch() -> None:
+    books = fleet(load())
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    books.heard(load(report=2, queue_ms=0.0), 0.01)
+
+    assert queue_ms(books, 0.01) == 50.0
+
+
+def test_when_the_report_that_lists_it_is_lost_a_much_later_one_contains_it() -> None:
+    books = fleet(load())
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 600.0)
+    books.heard(load(report=7, queue_ms=40.0), SURELY_REPORTED_S + 0.1)
+
+    assert queue_ms(books, SURELY_REPORTED_S + 0.1) == 40.0
+
+
+def test_an_announcement_that_comes_after_the_report_is_not_counted_twice() -> None:
+    books = fleet(load(report=1, queue_ms=50.0, accepted=["r1"]))
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+
+    assert queue_ms(books, 0.0) == 50.0
+    assert books.in_flight() == {"w1": 1}
+
+
+def test_an_announcement_that_comes_after_the_outcome_books_nothing() -> None:
+    books = fleet(load())
+
+    books.settle("r1", 1, 0.0)
+
+    assert not books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    assert books.idle() == []
+
+
+def test_a_refusal_corrects_the_queue() -> None:
+    books = fleet(load(queue_ms=5.0))
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+
+    books.correct("w1", 1, 400.0, 0.0)
+    books.settle("r1", 1, 0.0, never_ran=True)
+
+    assert queue_ms(books, 0.0) == 400.0
+    assert books.idle() == []
+
+
+def test_a_second_attempt_moves_the_booking() -> None:
+    books = fleet(load("w1"), load("w2"))
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    books.book("r1", 2, "w2", 1, 30.0, 0.0, 60.0)
+    late = books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+
+    assert not late
+    assert books.in_flight() == {"w1": 0, "w2": 1}
+    assert queue_ms(books, 0.0, "w1") == 0.0
+
+
+def test_bookings_expire() -> None:
+    books = fleet(load())
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 0.3)
+    pass_time(books, 0.0, 0.4)
+
+    assert books.idle() == []
+
+
+def test_rho_is_the_share_of_time_that_dispatched_prefill_takes() -> None:
+    books = fleet(load())
+    for n in range(50):
+        books.book(f"r{n}", 1, "w1", 1, 100.0, n / 10, 60.0)
+        books.settle(f"r{n}", 1, n / 10)
+
+    worker = books._workers["w1"]
+
+    assert worker.rho(9.9) == pytest.approx(0.5)
+    assert worker.rho(14.9) == pytest.approx(0.5 * 0.51)
+    assert worker.rho(40.0) == 0.0
+
+
+# --- leases
+
+
+def test_a_silent_worker_is_suspect_then_lost_then_taken_back() -> None:
+    books = fleet(load())
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 600.0)
+
+    early = pass_time(books, 0.0, 0.7)
+    suspect = survey(books, 0.7)
+    lost = pass_time(books, 0.7, 2.4)
+    gone = survey(books, 3.1)
+    books.heard(load(report=2), 3.2)
+
+    assert early == []
+    assert (suspect.available, suspect.excluded) == ([], {"w1": "suspect"})
+    assert lost == [Lost("w1", 1)]
+    assert gone.excluded == {"w1": "lost"}
+    assert books.idle() == []
+    assert [one.name for one in survey(books, 3.2).available] == ["w1"]
+
+
+def test_the_lease_clock_stands_still_while_the_router_is_cut_off() -> None:
+    books = fleet(load())
+
+    books.cut_off(0.1)
+    lost = pass_time(books, 0.1, 10.0)
+    books.back(10.1)
+
+    assert lost == []
+    assert [one.name for one in survey(books, 10.2).available] == ["w1"]
+
+
+def test_a_router_that_was_stopped_does_not_take_its_fleet_for_dead() -> None:
+    """SIGSTOP for 10 s: on waking, the sweep runs before the heartbeats that wait in the socket are read."""
+    books = fleet(load())
+    pass_time(books, 0.0, 0.2)
+
+    lost = books.sweep(10.2)
+
+    assert lost == []
+    assert survey(books, 10.2 + MAX_STEP_S / 2).excluded == {}
+
+
+def test_a_new_incarnation_voids_the_old_one() -> None:
+    books = fleet(load(incarnation=7, report=90))
+    books.book("r1", 1, "w1", 7, 50.0, 0.0, 60.0)
+
+    lost = books.heard(load(incarnation=9, report=1), 0.1)
+    late = books.heard(load(incarnation=7, report=91, draining=True), 0.2)
+
+    assert lost == Lost("w1", 7)
+    assert late is None
+    assert books.idle() == []
+    assert survey(books, 0.2).excluded == {}
+    assert not books.book("r2", 1, "w1", 7, 50.0, 0.2, 60.0)
+
+
+def test_a_late_report_changes_nothing() -> None:
+    books = fleet(load(report=5, queue_ms=10.0))
+
+    books.heard(load(report=4, queue_ms=999.0), 0.0)
+
+    assert queue_ms(books, 0.0) == 10.0
+
+
+def test_every_worker_left_out_has_a_reason() -> None:
+    books = fleet(
+        load("good"),
+        load("other-model", model="other"),
+        load("other-revision", serves="else"),
+        load("draining", draining=True),
+        load("full", running=5, waiting=3),
+        load("filling", running=7),
+    )
+    books.book("r1", 1, "filling", 1, 1.0, 0.0, 60.0)
+
+    found = survey(books, 0.0)
+
+    assert [one.name for one in found.available] == ["good"]
+    assert found.excluded == {
+        "other-model": "model",
+        "other-revision": "model",
+        "draining": "draining",
+        "full": "busy",
+        "filling": "busy",
+    }
+
+
+class BooksBalance(RuleBasedStateMachine):
+    """However announcements, reports, outcomes and losses are ordered, repeated or missing: what is booked is what was
+    dispatched and is not over, the queue never counts an ended dispatch, and in the end all is back to zero."""
+
+    WORKERS = ("w1", "w2", "w3")
+
+    @initialize()
+    def start(self) -> None:
+        self.now = 0.0
+        self.books = Fleet(0.6, 3.0)
+        self.reports = dict.fromkeys(self.WORKERS, 0)
+        self.incarnations = dict.fromkeys(self.WORKERS, 1)
+        self.over: dict[str, int] = {}
+
+    workers = st.sampled_from(WORKERS)
+    requests = st.integers(0, 5).map(lambda n: f"r{n}")
+    attempts = st.integers(1, 3)
+
+    @rule(worker=workers, queue=st.floats(0, 1000), accepted=st.lists(requests, max_size=3), skipped=st.integers(0, 2))
+    def worker_reports(self, worker: str, queue: float, accepted: list[str], skipped: int) -> None:
+        self.reports[worker] += 1 + skipped
+        report = load(
+            worker,
+            incarnation=self.incarnations[worker],
+            report=self.reports[worker],
+            queue_ms=queue,
+            accepted=accepted,
+        )
+        self.books.heard(report, self.now)
+
+    @rule(worker=workers)
+    def worker_restarts(self, worker: str) -> None:
+        self.incarnations[worker] += 1
+        self.reports[worker] = 0
+
+    @rule(request=requests, attempt=attempts, worker=workers, ms=st.floats(0, 1e4), lasts=st.floats(0.01, 5))
+    def dispatch_is_heard_of(self, request: str, attempt: int, worker: str, ms: float, lasts: float) -> None:
+        booked = self.books.book(request, attempt, worker, self.incarnations[worker], ms, self.now, self.now + lasts)
+
+        assert not (booked and self.over.get(request, 0) >= attempt)
+
+    @rule(request=requests, attempt=attempts, never_ran=st.booleans())
+    def attempt_is_over(self, request: str, attempt: int, never_ran: bool) -> None:
+        self.books.settle(request, attempt, self.now, never_ran=never_ran)
+        self.over[request] = max(attempt, self.over.get(request, 0))
+
+    @rule(worker=workers, queue=st.floats(0, 1000))
+    def refusal_says_the_queue(self, worker: str, queue: float) -> None:
+        self.books.correct(worker, self.incarnations[worker], queue, self.now)
+
+    @rule(seconds=st.floats(0.01, 2))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.books.sweep(self.now)
+
+    @rule(cut=st.booleans())
+    def connection_changes(self, cut: bool) -> None:
+        (self.books.cut_off if cut else self.books.back)(self.now)
+
+    @invariant()
+    def queues_are_sums_of_what_is_booked(self) -> None:
+        for worker in self.books._workers.values():
+            assert worker.queued.keys() <= worker.bookings.keys()
+            assert worker.queued_ms == sum(one.prefill_ms for one in worker.queued.values())
+            assert 0 <= worker.rho(self.now)
+        booked = sum(self.books.in_flight().values())
+        assert booked == len(self.books._bookings)
+
+    def teardown(self) -> None:
+        if hasattr(self, "books"):
+            self.books.sweep(self.now + 10.0)
+            assert self.books.idle() == []
+
+
+TestBooksBalance = BooksBalance.TestCase

@@ -1,0 +1,293 @@
+"""Decisions: the worked examples, what each is called, and what holds for all of them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixbus.bus.errors import ConfigInvalid
+from prefixbus.router import policy
+from prefixbus.router.cost import PROFILES, PrefillModel
+from prefixbus.router.policy import NO_LIMIT_MS, Candidate, Decision, Policy, RequestShape, decide
+
+H100 = PROFILES["h100-8b"]
+# 1 ms a token and nothing else: examples that speak of milliseconds can be written in tokens.
+MS_A_TOKEN = PrefillModel(0.0, 1.0, 0.0, 0.0)
+KV_TOKENS = 1_050_000
+BARE = Policy(new_kv_price=0.0, home_bonus_ms=0.0, min_reuse_tokens=1)
+
+
+def candidate(worker: str, cached: int = 0, queue_ms: float = 0.0, **changed: Any) -> Candidate:
+    given_: dict[str, Any] = {
+        "worker": worker,
+        "cached_tokens": cached,
+        "queue_ms": queue_ms,
+        "rho": 0.0,
+        "pinned_tokens": 0,
+        "free_tokens": KV_TOKENS,
+        "model": H100,
+    }
+    return Candidate(**(given_ | changed))
+
+
+def shape(prompt: int, **changed: Any) -> RequestShape:
+    return RequestShape(**({"prompt_tokens": prompt, "output_tokens": 200, "block_size": 16} | changed))
+
+
+def choose(request: RequestShape, *candidates: Candidate, by: Policy = Policy()) -> Decision:  # noqa: B008 - frozen
+    return decide(request, list(candidates), by, 0.0)
+
+
+# --- the worked examples
+
+
+def test_a_holder_queued_longer_than_it_saves_loses_to_an_idle_worker() -> None:
+    holder = candidate("holder", cached=80, queue_ms=120.0, model=MS_A_TOKEN)
+    idle = candidate("idle", model=PrefillModel(0.0, 45 / 125, 0.0, 0.0))
+
+    decision = choose(shape(125), holder, idle, by=BARE)
+
+    assert (decision.worker, decision.name) == ("idle", "spill-margin")
+
+
+@pytest.mark.parametrize("prompt", [2_100, 100_000])
+def test_matched_tokens_count_absolutely_and_not_as_a_share(prompt: int) -> None:
+    linear = PrefillModel(21.74, 0.0172, 0.0, 5.2e-5)
+    warm = policy.price(shape(prompt), candidate("w", cached=2_000, model=linear), BARE)
+    cold = policy.price(shape(prompt), candidate("w", model=linear), BARE)
+
+    assert cold.ttft_ms - warm.ttft_ms == pytest.approx(2_000 * 0.0172)
+
+
+@pytest.mark.parametrize(
+    ("queue_ms", "chosen"),
+    [pytest.param(150.0, "holder", id="short queue"), pytest.param(900.0, "idle", id="long queue")],
+)
+def test_a_long_match_is_worth_a_short_queue_and_not_a_long_one(queue_ms: float, chosen: str) -> None:
+    decision = choose(shape(30_000), candidate("holder", 24_000, queue_ms), candidate("idle"))
+
+    assert decision.worker == chosen
+
+
+def test_among_equal_holders_the_less_queued_is_chosen() -> None:
+    decision = choose(shape(4_000), candidate("a", 3_200, 20.0), candidate("b", 3_200, 5.0), candidate("c"))
+
+    assert decision.order == ["b", "a", "c"]
+
+
+@given(queues=st.lists(st.floats(0, 5_000), min_size=1, max_size=8, unique=True), prompt=st.integers(1, 100_000))
+def test_traffic_that_never_repeats_goes_to_the_least_loaded(queues: list[float], prompt: int) -> None:
+    fleet = [candidate(f"w{n}", queue_ms=queue_ms) for n, queue_ms in enumerate(queues)]
+
+    decision = choose(shape(prompt), *fleet)
+
+    assert decision.queue_ms == pytest.approx(min(queues), abs=1e-6)
+    assert decision.name == "balanced-cold"
+
+
+def test_siblings_of_a_burst_follow_the_first_until_its_queue_is_longer_than_their_prefill() -> None:
+    """The first one's blocks are announced, so the others find it a holder; each adds its prefill to the queue."""
+    queues = dict.fromkeys(("w1", "w2", "w3", "w4"), 0.0)
+    cached = dict.fromkeys(queues, 0)
+    request = shape(8_000)
+
+    for _ in range(16):
+        decision = choose(request, *(candidate(name, cached[name], queues[name]) for name in queues))
+        queues[decision.worker] += decision.work_ms
+        cached[decision.worker] = 7_984
+
+    assert sum(depth > 0 for depth in cached.values()) <= 2
+
+
+def test_a_busy_worker_with_a_small_cache_loses_a_cold_miss_to_an_idle_one() -> None:
+    small = candidate("a-small", pinned_tokens=49_000, free_tokens=1_000, rho=0.7)
+
+    assert choose(shape(4_000), small, candidate("idle")).worker == "idle"
+
+
+def test_an_equal_fleet_is_chosen_from_by_name() -> None:
+    assert choose(shape(10), candidate("b"), candidate("c"), candidate("a")).order == ["a", "b", "c"]
+
+
+# --- what a decision is called
+
+IDLE = candidate("idle")
+NAMED: list[Any] = [
+    pytest.param(shape(1_000), [candidate("w", 976), IDLE], Policy(), "w", "prefer-warm-worker", id="all but the last"),
+    pytest.param(shape(1_000), [candidate("w", 512), IDLE], Policy(), "w", "partial-hit", id="some blocks"),
+    pytest.param(shape(1_000), [IDLE], Policy(), "idle", "balanced-cold", id="nobody holds it"),
+    pytest.param(shape(1_000, home="w"), [candidate("w"), IDLE], Policy(), "w", "home-worker", id="fresh"),
+    pytest.param(shape(1_000, blind=True), [IDLE], Policy(), "idle", "blind", id="no directory"),
+    pytest.param(
+        shape(60_000),
+        [candidate("w", 59_000, 600.0), IDLE],
+        Policy(max_warm_wait_ms=500),
+        "idle",
+        "spill-max-wait",
+        id="queue over the cap",
+    ),
+    pytest.param(
+        shape(60_000, output_tokens=4_096),
+        [candidate("w", 59_000, 600.0), IDLE],
+        Policy(max_warm_wait_ms=2_000),
+        "idle",
+        "spill-max-wait",
+        id="queue over the cap of long outputs",
+    ),
+    pytest.param(
+        shape(20_000),
+        [candidate("w", 19_000, 400.0), IDLE],
+        Policy(margin_ms=20),
+        "idle",
+        "spill-margin",
+        id="later than the margin allows",
+    ),
+    pytest.param(
+        shape(20_000),
+        [candidate("w", 19_000, 400.0), IDLE],
+        Policy(),
+        "w",
+        "partial-hit",
+        id="later, but new KV has a price",
+    ),
+    pytest.param(
+        shape(10_000),
+        [candidate("w", 9_600, pinned_tokens=100_000, free_tokens=0), candidate("idle", free_tokens=50_000)],
+        Policy(kv_turnover_ms=60_000),
+        "idle",
+        "spill-memory",
+        id="no memory for the rest",
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "candidates", "by", "worker", "name"), NAMED)
+def test_a_decision_says_why(
+    request_: RequestShape, candidates: list[Candidate], by: Policy, worker: str, name: str
+) -> None:
+    decision = choose(request_, *candidates, by=by)
+
+    assert (decision.worker, decision.name) == (worker, name)
+
+
+def test_a_system_prompt_that_all_hold_makes_nobody_warm() -> None:
+    """Every queue is over the cap; the choice is by load among equals, not a spill."""
+    by = Policy(max_warm_wait_ms=100)
+
+    decision = choose(shape(2_000), candidate("a", 512, 300.0), candidate("b", 512, 200.0), by=by)
+
+    assert (decision.worker, decision.name) == ("b", "partial-hit")
+
+
+def test_nobody_is_barred_for_a_queue_when_all_are_as_long() -> None:
+    by = Policy(max_warm_wait_ms=100)
+
+    decision = choose(shape(60_000), candidate("w", 59_000, 500.0), candidate("cold", queue_ms=450.0), by=by)
+
+    assert decision.worker == "w"
+
+
+# --- the bound of the queue
+
+
+def test_a_dispatch_stands_until_another_worker_is_better_by_the_slack() -> None:
+    decision = choose(shape(1_000), candidate("a", queue_ms=10.0), candidate("b", queue_ms=40.0))
+
+    assert decision.max_queue_ms == pytest.approx(10 + 30 + 50)
+
+
+def test_a_lone_candidate_has_no_bound() -> None:
+    assert choose(shape(1_000), candidate("a", queue_ms=1e6)).max_queue_ms == NO_LIMIT_MS
+
+
+def test_a_warm_choice_never_waits_longer_than_its_cap() -> None:
+    by = Policy(max_warm_wait_ms=70)
+
+    assert choose(shape(60_000), candidate("w", 59_000, 10.0), IDLE, by=by).max_queue_ms == 70
+
+
+# --- round robin
+
+
+def test_round_robin_takes_each_worker_in_turn() -> None:
+    fleet = [candidate("c", 976), candidate("a", queue_ms=1e5), candidate("b")]
+    by = Policy(name="round-robin")
+
+    chosen = [choose(shape(1_000, ordinal=n), *fleet, by=by).order for n in range(4)]
+
+    assert chosen == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+# --- all policies
+
+candidates_ = st.lists(
+    st.builds(
+        candidate,
+        st.text("abc", min_size=1, max_size=4),
+        st.integers(0, 60).map(lambda blocks: 16 * blocks),
+        st.floats(0, 1e5),
+        rho=st.floats(0, 2),
+        pinned_tokens=st.integers(0, 10**6),
+        free_tokens=st.integers(0, 10**6),
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda one: one.worker,
+)
+
+
+@given(
+    candidates=candidates_,
+    name=st.sampled_from(sorted(policy.SCHEMES)),
+    margin_ms=st.none() | st.floats(0, 500),
+    warm_wait_ms=st.floats(0, 1e4),
+    blind=st.booleans(),
+    ordinal=st.integers(0, 10**9),
+    data=st.data(),
+)
+def test_a_decision_ranks_every_candidate_once_whatever_their_order(
+    candidates: list[Candidate],
+    name: str,
+    margin_ms: float | None,
+    warm_wait_ms: float,
+    blind: bool,
+    ordinal: int,
+    data: st.DataObject,
+) -> None:
+    by = Policy(name=name, margin_ms=margin_ms, max_warm_wait_ms=warm_wait_ms)
+    request = shape(1_000, blind=blind, ordinal=ordinal)
+
+    decision = decide(request, candidates, by, 0.0)
+    again = decide(request, data.draw(st.permutations(candidates)), by, 0.0)
+
+    assert decision == again
+    assert decision.worker == decision.order[0]
+    assert sorted(decision.order) == sorted(one.worker for one in candidates)
+    assert decision.max_queue_ms >= decision.queue_ms
+
+
+# --- policies as people write them
+
+
+def test_the_defaults_survive_json() -> None:
+    assert policy.parse(msgspec.json.encode(Policy())) == Policy()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("{", id="not json"),
+        pytest.param('{"name": "prefix-aware", "weight": 1}', id="unknown field"),
+        pytest.param('{"name": "coin-toss"}', id="unknown policy"),
+        pytest.param('{"new_kv_price": -1}', id="negative price"),
+        pytest.param('{"new_kv_price": "1"}', id="text for a number"),
+        pytest.param('{"least_loaded": 0}', id="no candidates"),
+        pytest.param('{"margin_ms": 1e999}', id="infinite"),
+        pytest.param('{"name": "\xff"}', id="not utf-8"),
+    ],
+)
+def test_an_invalid_policy_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ConfigInvalid, match="policy"):
+        policy.parse(text.encode("latin-1"))
