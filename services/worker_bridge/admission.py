@@ -1,0 +1,325 @@
+"""The bridge's table of requests: who is let in, how much prefill work that is, and who is in what part of its life.
+
+A dispatch is started only if the queue is what the router thinks it is; a repeated one gets the answer that the first
+one got; a cancel may come before what it cancels.
+
+Owns: the life table, the queue's estimate, memory of answers and cancels (bounded in number and time).
+Must not know: NATS, the engine, what a request says.
+Units: `now` monotonic seconds, `wall` Unix seconds, queue and prefill in ms (kept as whole microseconds: sums stay
+exact).   Source: DESIGN 6 (bounded start) and 7."""
+
+import enum
+import math
+from typing import TypeVar
+
+import msgspec
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Phase(enum.Enum):
+    ACCEPTED = "accepted"
+    PREFILLING = "prefilling"
+    """The engine has it and has not answered yet."""
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+class Event(enum.Enum):
+    SUBMIT = "submit"
+    FIRST_TOKEN = "first_token"
+    END = "end"
+
+
+# (phase, event) -> next phase; a pair that is not here is a defect and raises.
+LIFE = {
+    (Phase.ACCEPTED, Event.SUBMIT): Phase.PREFILLING,
+    (Phase.ACCEPTED, Event.END): Phase.ENDED,
+    (Phase.PREFILLING, Event.FIRST_TOKEN): Phase.STREAMING,
+    (Phase.PREFILLING, Event.END): Phase.ENDED,
+    (Phase.STREAMING, Event.END): Phase.ENDED,
+}
+
+# Why a dispatch was refused, besides the codes in bus.errors (cancelled, deadline_exceeded).
+WRONG_INCARNATION = "wrong_incarnation"
+TOO_LATE = "too_late"
+QUEUE_TOO_LONG = "queue_too_long"
+NO_SLOT = "no_slot"
+DRAINING = "draining"
+SUPERSEDED = "superseded"
+ALREADY_STREAMING = "already_streaming"
+GIVEN_BACK = "given_back"
+CANCELLED = "cancelled"
+DEADLINE_EXCEEDED = "deadline_exceeded"
+
+# Longer than a router goes on trying, and than a cancel is ahead of its request.
+ANSWERS_KEPT_S = 60.0
+ANSWERS_KEPT = 8192
+CANCELS_KEPT_S = 30.0
+CANCELS_KEPT = 4096
+# No estimate is believed beyond this: an hour of prefill.
+_PREFILL_MAX_MS = 3_600_000.0
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dispatch asks for, in the terms of this table."""
+
+    request_id: str
+    attempt: int
+    tenant: str
+    client_request_id: str
+    incarnation: int
+    prefill_ms: float
+    prompt_tokens: int
+    held_blocks: int
+    max_queue_ms: float
+    accept_by_at: float
+    deadline_at: float
+
+
+class Ticket:
+    """A request that was let in. `head_at`: when all prefill work accepted before it was done."""
+
+    __slots__ = (
+        "accepted_at",
+        "attempt",
+        "client_request_id",
+        "first_token_at",
+        "head_at",
+        "held_blocks",
+        "phase",
+        "prefill_us",
+        "prompt_tokens",
+        "request_id",
+        "tenant",
+    )
+
+    def __init__(self, offer: Offer, now: float) -> None:
+        self.request_id = offer.request_id
+        self.attempt = offer.attempt
+        self.tenant = offer.tenant
+        self.client_request_id = offer.client_request_id
+        self.prompt_tokens = offer.prompt_tokens
+        self.held_blocks = offer.held_blocks
+        self.prefill_us = _microseconds(offer.prefill_ms)
+        self.accepted_at = now
+        self.phase = Phase.ACCEPTED
+        self.head_at: float | None = None
+        self.first_token_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.request_id}/{self.attempt} {self.phase.value}>"
+
+    def queue_wait_ms(self) -> float | None:
+        """How long others' prefills came first; None if it has no first token yet."""
+        if self.first_token_at is None:
+            return None
+        began = self.head_at if self.head_at is not None else self.first_token_at
+        return (began - self.accepted_at) * 1000
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The answer to an offer. `start` is the new ticket, None if there is nothing to start (refused, or a repeat);
+    `stop` an earlier attempt of the same request, which must not go on."""
+
+    refused: str
+    queue_ms: float
+    held_blocks: int
+    start: Ticket | None = None
+    stop: Ticket | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    attempt: int
+    refused: str
+    held_blocks: int
+    at: float
+
+
+class Admission:
+    """All of one worker's requests. `incarnation` 0 takes nothing."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.incarnation = 0
+        self.draining = False
+        self._active: dict[str, Ticket] = {}
+        self._prefills: dict[str, Ticket] = {}
+        self._queued_us = 0
+        self._streaming = 0
+        self._prompt_tokens = 0
+        self._answers: dict[str, _Answer] = {}
+        self._cancels: dict[tuple[str, str], float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Admission {self.running} running, {self.waiting} waiting of {self.slots}>"
+
+    # --- questions ---
+
+    @property
+    def running(self) -> int:
+        """Requests that have their first token."""
+        return self._streaming
+
+    @property
+    def waiting(self) -> int:
+        """Requests that do not."""
+        return len(self._prefills)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests here: the least KV they pin."""
+        return self._prompt_tokens
+
+    def tickets(self) -> list[Ticket]:
+        return list(self._active.values())
+
+    def queue_ms(self, now: float) -> float:
+        """Prefill work ahead of a newcomer: all estimates, the first one's less the time it has had (never below 0)."""
+        for head in self._prefills.values():
+            began = head.head_at if head.head_at is not None else now
+            had_us = min(head.prefill_us, max(0, int((now - began) * 1e6)))
+            return (self._queued_us - had_us) / 1000
+        return 0.0
+
+    # --- what happens ---
+
+    def offer(self, offer: Offer, now: float, wall: float) -> Verdict:
+        """Whether to take it. What was answered before is answered again, and nothing is started twice."""
+        repeated = self._answered_before(offer, now)
+        if repeated is not None:
+            return repeated
+        refused = self._why_not(offer, now, wall)
+        earlier = self._active.get(offer.request_id)
+        if not refused and earlier is not None:
+            if earlier.phase is Phase.STREAMING:
+                refused = ALREADY_STREAMING
+            else:
+                self.end(earlier, now)
+        self._note(offer.request_id, offer.attempt, refused, offer.held_blocks, now)
+        queue_ms = self.queue_ms(now)
+        if refused:
+            return Verdict(refused, queue_ms, offer.held_blocks)
+        ticket = Ticket(offer, now)
+        self._active[ticket.request_id] = ticket
+        if not self._prefills:
+            ticket.head_at = now
+        self._prefills[ticket.request_id] = ticket
+        self._queued_us += ticket.prefill_us
+        self._prompt_tokens += ticket.prompt_tokens
+        return Verdict("", queue_ms, offer.held_blocks, ticket, earlier)
+
+    def submitted(self, ticket: Ticket) -> None:
+        self._move(ticket, Event.SUBMIT)
+
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        self._move(ticket, Event.FIRST_TOKEN)
+        ticket.first_token_at = now
+        self._streaming += 1
+        self._leave_queue(ticket, now)
+
+    def end(self, ticket: Ticket, now: float, *, given_back: bool = False) -> None:
+        """Off the books; `given_back`: nothing of it was published, and nothing will be.
+
+        :raises KeyError: it has ended already."""
+        before = ticket.phase
+        self._move(ticket, Event.END)
+        del self._active[ticket.request_id]
+        known = self._answers.get(ticket.request_id)
+        if given_back and known is not None and known.attempt == ticket.attempt:
+            self._note(ticket.request_id, ticket.attempt, GIVEN_BACK, ticket.held_blocks, now)
+        self._prompt_tokens -= ticket.prompt_tokens
+        if before is Phase.STREAMING:
+            self._streaming -= 1
+        else:
+            self._leave_queue(ticket, now)
+
+    def cancel(self, tenant: str, client_request_id: str, now: float) -> list[Ticket]:
+        """The running requests that this cancels; one that comes within `CANCELS_KEPT_S` will be refused."""
+        name = (tenant, client_request_id)
+        self._cancels.pop(name, None)
+        self._cancels[name] = now
+        _trim(self._cancels, CANCELS_KEPT)
+        return [
+            ticket
+            for ticket in self._active.values()
+            if ticket.tenant == tenant and ticket.client_request_id == client_request_id
+        ]
+
+    def find(self, request_id: str, attempt: int) -> Ticket | None:
+        ticket = self._active.get(request_id)
+        return ticket if ticket is not None and ticket.attempt == attempt else None
+
+    def stop_attempt(self, request_id: str, attempt: int, now: float) -> Ticket | None:
+        """The running attempt to stop, if it is here; if not, it will be refused when it comes."""
+        ticket = self._active.get(request_id)
+        if ticket is not None:
+            return ticket if ticket.attempt <= attempt else None
+        known = self._answers.get(request_id)
+        if known is None or known.attempt < attempt:
+            self._note(request_id, attempt, SUPERSEDED, 0, now)
+        return None
+
+    def has_ended(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt ran here to its end: its answer was given, or has failed for good."""
+        known = self._answers.get(request_id)
+        return known is not None and known.attempt == attempt and not known.refused and request_id not in self._active
+
+    # --- inside ---
+
+    def _answered_before(self, offer: Offer, now: float) -> Verdict | None:
+        known = self._answers.get(offer.request_id)
+        running = self._active.get(offer.request_id)
+        if running is not None and (known is None or known.attempt <= running.attempt):
+            # The one that runs is never forgotten, however long it does.
+            known = _Answer(running.attempt, "", running.held_blocks, now)
+        if known is None or known.at < now - ANSWERS_KEPT_S or known.attempt < offer.attempt:
+            return None
+        refused = known.refused if known.attempt == offer.attempt else SUPERSEDED
+        return Verdict(refused, self.queue_ms(now), known.held_blocks)
+
+    def _why_not(self, offer: Offer, now: float, wall: float) -> str:
+        if not self.incarnation or offer.incarnation != self.incarnation:
+            return WRONG_INCARNATION
+        if self.draining:
+            return DRAINING
+        if wall > offer.deadline_at:
+            return DEADLINE_EXCEEDED
+        if wall > offer.accept_by_at:
+            return TOO_LATE
+        cancelled_at = self._cancels.get((offer.tenant, offer.client_request_id))
+        if cancelled_at is not None and now - cancelled_at <= CANCELS_KEPT_S:
+            return CANCELLED
+        if len(self._active) >= self.slots:
+            return NO_SLOT
+        if self.queue_ms(now) > offer.max_queue_ms:
+            return QUEUE_TOO_LONG
+        return ""
+
+    def _note(self, request_id: str, attempt: int, refused: str, held_blocks: int, now: float) -> None:
+        self._answers.pop(request_id, None)
+        self._answers[request_id] = _Answer(attempt, refused, held_blocks, now)
+        _trim(self._answers, ANSWERS_KEPT)
+
+    def _move(self, ticket: Ticket, event: Event) -> None:
+        ticket.phase = LIFE[ticket.phase, event]
+
+    def _leave_queue(self, ticket: Ticket, now: float) -> None:
+        del self._prefills[ticket.request_id]
+        self._queued_us -= ticket.prefill_us
+        for head in self._prefills.values():
+            if head.head_at is None:
+                head.head_at = now
+            break
+
+
+def _microseconds(ms: float) -> int:
+    """Whole microseconds of an estimate; an absurd one counts as none, or as an hour."""
+    return int(1000 * min(max(ms, 0.0), _PREFILL_MAX_MS)) if not math.isnan(ms) else 0
+
+
+def _trim(memory: dict[K, V], most: int) -> None:
+    """Forgets the oldest. Entries are put at the end when renewed, so the first one is the oldest."""
+    while len(memory) > most:
+        del memory[next(iter(memory))]

@@ -1,0 +1,302 @@
+# ruff: noqa: TID251 - the adapter to vLLM's HTTP interface
+"""The engine as the bridge sees it, and vLLM's HTTP interface as one of them.
+
+Foreign exceptions end here: an engine that cannot be reached or hangs up is `WorkerLost`, one that answers with an
+error is `EngineFailed`, one that finds the request at fault is `BadRequest`.
+
+Owns: HTTP, JSON shapes of vLLM.   Must not know: NATS, tenants, what a salt means.
+Source: facts/vllm.md, "HTTP API"."""
+
+import asyncio
+import contextlib
+import re
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import aiohttp
+import msgspec
+import orjson
+
+from ..bus.errors import BadRequest, EngineFailed, Overloaded, PrefixbusError, WorkerLost
+from .chunks import Piece, Usage
+from .sse import DONE, EventLines
+
+_CONNECT_S = 2.0
+_ASK_S = 2.0
+# Below vLLM's own (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s): a connection that it is about to close is not used.
+_IDLE_S = 3.0
+# With requests running vLLM waits for the step at hand.
+_RESET_S = 30.0
+_MAX_SENTENCE = 300
+_KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', re.MULTILINE)
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: sampling parameters by vLLM's names."""
+
+    engine_request_id: str
+    tokens: bytes
+    params: dict[str, object]
+    salt: str
+
+
+class Progress(msgspec.Struct):
+    """What came at once: pieces in order, and usage with the end."""
+
+    pieces: list[Piece]
+    usage: Usage | None = None
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """One line of /v1/models. `max_model_len` is 0 when the engine does not say."""
+
+    id: str
+    max_model_len: int = 0
+
+
+class Engine(Protocol):
+    """A vLLM server, or what stands in for one. Every method raises WorkerLost when the engine cannot be reached."""
+
+    def generate(self, request: Generation) -> AbstractAsyncContextManager[AsyncIterator[Progress]]:
+        """Runs a request; leaving the context before its end aborts it at the engine.
+
+        Iterating raises WorkerLost, EngineFailed, Overloaded or BadRequest. It ends after the last piece."""
+        ...
+
+    async def health(self) -> None:
+        """Returns if the engine works. :raises EngineFailed: it answers, and says it does not.
+
+        :raises TimeoutError: it is there and does not answer."""
+        ...
+
+    async def served_models(self) -> list[ServedModel]: ...
+
+    async def kv_blocks(self) -> int:
+        """How many blocks its KV memory has; 0 when it does not say."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """:raises EngineFailed: it did not do so; the sentence says why."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    model: str = ""
+    error: _Error | None = None
+    message: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | None = None
+    message: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[ServedModel]
+
+
+class _Reset(msgspec.Struct):
+    success: bool = True
+
+
+_chunk = msgspec.json.Decoder(_Chunk)
+_error_body = msgspec.json.Decoder(_ErrorBody)
+_models = msgspec.json.Decoder(_Models)
+_reset = msgspec.json.Decoder(_Reset)
+
+
+class VllmHttp:
+    """A vLLM server (or engine_sim) at `url`, serving `model`. Make it inside the running loop; `close` it."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url.rstrip("/")
+        self._model = model
+        # No limit on connections: admission bounds them. TCP_NODELAY is aiohttp's default.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            # Engines are spoken to directly; a proxy variable in the environment must not see prompts.
+            trust_env=False,
+            auto_decompress=False,
+            read_bufsize=256 * 1024,
+        )
+
+    def __repr__(self) -> str:
+        return f"<VllmHttp {self._url} {self._model}>"
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: Generation) -> AsyncIterator[AsyncIterator[Progress]]:
+        body = {
+            **request.params,
+            "model": self._model,
+            "prompt": array("I", request.tokens).tolist(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": request.salt,
+        }
+        headers = {"X-Request-Id": request.engine_request_id, "Content-Type": "application/json"}
+        response: aiohttp.ClientResponse | None = None
+        try:
+            try:
+                with _translated():
+                    response = await self._session.post(
+                        f"{self._url}/v1/completions", data=orjson.dumps(body), headers=headers
+                    )
+                    if response.status != 200:
+                        raise _error(response.status, await response.content.read(64 * 1024))
+            except TimeoutError as exc:
+                raise WorkerLost(str(exc)) from exc
+            async with contextlib.aclosing(self._progress(response)) as progress:
+                yield progress
+        finally:
+            # Closing a response that was read to its end keeps the connection; otherwise it hangs up, and the engine
+            # aborts the request.
+            if response is not None:
+                if response.content.is_eof():
+                    response.release()
+                else:
+                    response.close()
+
+    async def _progress(self, response: aiohttp.ClientResponse) -> AsyncGenerator[Progress, None]:
+        lines = EventLines()
+        while True:
+            with _translated():
+                data = await response.content.readany()
+            if not data:
+                raise WorkerLost("The engine ended its answer before it was complete.")
+            progress = Progress([])
+            for line in lines.feed(data):
+                if line == DONE:
+                    if progress.pieces or progress.usage:
+                        yield progress
+                    with _translated():
+                        await response.content.read()
+                    return
+                self._take(line, progress)
+            if progress.pieces or progress.usage:
+                yield progress
+
+    def _take(self, line: bytes, progress: Progress) -> None:
+        try:
+            chunk = _chunk.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            raise EngineFailed(f"The engine's chunk cannot be read: {exc}") from exc
+        if chunk.error is not None or chunk.message is not None:
+            error = chunk.error or _Error(chunk.message or "")
+            status = error.code if isinstance(error.code, int) else 500
+            raise _error(status, msgspec.json.encode({"message": error.message}))
+        if chunk.model != self._model:
+            raise WorkerLost("The engine serves another model now.")
+        for choice in chunk.choices:
+            logprobs = bytes(choice.logprobs)
+            progress.pieces.append(
+                Piece(choice.index, choice.text, choice.finish_reason, b"" if logprobs == b"null" else logprobs)
+            )
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            progress.usage = Usage(
+                chunk.usage.prompt_tokens,
+                chunk.usage.completion_tokens or 0,
+                details.cached_tokens if details is not None else None,
+            )
+
+    async def health(self) -> None:
+        status, body = await self._ask("GET", "/health", _ASK_S)
+        if status != 200:
+            raise _error(status, body)
+
+    async def served_models(self) -> list[ServedModel]:
+        status, body = await self._ask("GET", "/v1/models", _ASK_S)
+        if status != 200:
+            raise _error(status, body)
+        try:
+            return _models.decode(body).data
+        except msgspec.MsgspecError as exc:
+            raise EngineFailed(f"The engine's list of models cannot be read: {exc}") from exc
+
+    async def kv_blocks(self) -> int:
+        status, body = await self._ask("GET", "/metrics", _ASK_S)
+        found = _KV_BLOCKS.search(body) if status == 200 else None
+        return int(found.group(1)) if found else 0
+
+    async def reset_prefix_cache(self) -> None:
+        status, body = await self._ask("POST", "/reset_prefix_cache", _RESET_S)
+        if status == 404:
+            raise EngineFailed(
+                "The engine has no /reset_prefix_cache.",
+                remedy="Start it with VLLM_SERVER_DEV_MODE=1 (vLLM's dev mode).",
+            )
+        if status != 200:
+            raise _error(status, body)
+        try:
+            done = not body or _reset.decode(body).success
+        except msgspec.MsgspecError as exc:
+            raise EngineFailed(f"The engine's answer to a reset cannot be read: {exc}") from exc
+        if not done:
+            raise EngineFailed(
+                "The engine did not reset its cache: requests are running.", remedy="Try when it is idle."
+            )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _ask(self, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+        with _translated():
+            async with asyncio.timeout(timeout_s), self._session.request(method, self._url + path) as response:
+                return response.status, await response.read()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """TimeoutError passes: silence is not absence."""
+    try:
+        yield
+    except TimeoutError as exc:
+        raise TimeoutError("The engine does not answer.") from exc
+    except (aiohttp.ClientError, OSError) as exc:
+        raise WorkerLost(f"The engine cannot be reached: {str(exc)[:_MAX_SENTENCE] or type(exc).__name__}") from exc
+
+
+def _error(status: int, body: bytes) -> PrefixbusError:
+    """The engine's error as one of ours, with its own sentence, cut to a bounded length."""
+    try:
+        decoded = _error_body.decode(body)
+        sentence = (decoded.error.message if decoded.error is not None else "") or decoded.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        sentence = body[:_MAX_SENTENCE].decode("utf-8", "replace")
+    sentence = sentence[:_MAX_SENTENCE] or f"HTTP {status}"
+    if status in (400, 413, 422):
+        return BadRequest(f"The engine refuses the request: {sentence}")
+    if status == 429:
+        return Overloaded(f"The engine is full: {sentence}")
+    if status == 404:
+        return WorkerLost(f"The engine serves another model now: {sentence}")
+    return EngineFailed(f"The engine failed: {sentence}")

@@ -1,0 +1,262 @@
+# ruff: noqa: TID251 - a shell: it waits on the event loop
+"""The worker's life: from an engine that answers to an incarnation, and to its end.
+
+    engine answers -> its events are whole -> hands shaken -> registered (an incarnation) -> serving -> lost -> again
+
+The stream sequence of a registration is the incarnation. Whatever loses the engine (its process, its address, its
+events' connection) ends the incarnation: running requests fail, all it held is void, and the next life begins. An
+engine that is there and silent keeps its incarnation, but the worker is silent too.
+
+Owns: the incarnation, and why there is none.   Must not know: what a dispatch is, how vLLM is spoken to.
+Source: DESIGN 5 (Leases) and 7."""
+
+import asyncio
+import contextlib
+import secrets
+from typing import Protocol
+
+import msgspec
+
+from ..bus import messages, subjects
+from ..bus.errors import PrefixbusError, WorkerLost, WorkerRefused
+from ..bus.messages import VERSION, ControlReply
+from ..bus.runtime import Runtime
+from .blocks import BlockIndex
+from .engine import Engine
+from .engine_events import Batch, BlockStored
+from .handshake import EngineFacts, shake_hands
+from .kv_feed import KvFeed
+from .vllm_events import Endpoints, VllmEvents
+
+# Asked this often whether it works; a dead one is noticed by its closed sockets long before.
+_HEALTH_EVERY_S = 1.0
+_RETRY_S = 0.25
+# A mismatched engine is looked at again: somebody may be correcting it.
+_REFUSED_RETRY_S = 2.0
+_EVENTS_WITHIN_S = 10.0
+_PING_S = 0.5
+_RIVAL_EVERY_S = 2.0
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """A worker's registration (JSON, bucket WORKERS). `boot` names the bridge process."""
+
+    v: int
+    worker: str
+    model: str
+    serves: str
+    engine: str
+    block_size: int
+    slots: int
+    kv_tokens: int
+    boot: str
+    registered_at: float
+
+
+class Follower(Protocol):
+    """Who follows the worker's lives."""
+
+    def born(self, incarnation: int) -> None: ...
+
+    def died(self) -> None: ...
+
+
+class Life:
+    """One worker's lives; a `Listener` to its engine's events. `record` is what it registers with."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        record: WorkerRecord,
+        engine: Engine,
+        endpoints: Endpoints,
+        index: BlockIndex,
+        feed: KvFeed,
+        follower: Follower,
+    ) -> None:
+        self.incarnation = 0
+        self.why_not = "starting"
+        """Why the worker does not serve; empty while it does."""
+        self.stalled = False
+        """The engine is there and does not answer."""
+        self.record = record
+        self.events = VllmEvents(endpoints, self)
+        self.batches = 0
+        self.engine_block_size = 0
+        self.event_lag_s = 0.0
+        self.unknown_events = 0
+        self._rt = rt
+        self._engine = engine
+        self._index = index
+        self._feed = feed
+        self._follower = follower
+        self._lost = asyncio.Event()
+        self._look = asyncio.Event()
+        self._caught_up = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Life {self.record.worker} incarnation {self.incarnation} {self.why_not or 'serving'}>"
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._until_engine_is_whole()
+                await self._shake_hands()
+                await self._register()
+            except PrefixbusError as exc:
+                self._say_why_not(exc.sentence())
+                await asyncio.sleep(_REFUSED_RETRY_S if isinstance(exc, WorkerRefused) else _RETRY_S)
+                continue
+            await self._until_engine_is_lost()
+            self._end("the engine was lost")
+
+    def doubt_engine(self) -> None:
+        """It failed a request: look at once whether it is there."""
+        self._look.set()
+
+    async def _until_engine_is_whole(self) -> None:
+        """:raises WorkerLost, EngineFailed: not yet; the sentence says what is missing."""
+        try:
+            await self._engine.health()
+        except TimeoutError as exc:
+            raise WorkerLost(str(exc)) from exc
+        try:
+            async with asyncio.timeout(_EVENTS_WITHIN_S):
+                await self._caught_up.wait()
+        except TimeoutError as exc:
+            reason = self.events.failure or "their replay is not complete"
+            raise WorkerLost(f"The engine's events do not come: {reason}.") from exc
+
+    async def _shake_hands(self) -> None:
+        record = self.record
+        facts: EngineFacts = await shake_hands(
+            self._engine,
+            model=record.model,
+            block_size=record.block_size,
+            events=self,
+            one_time_salt=lambda: secrets.token_hex(16),
+        )
+        wanted = self._rt.config.models[record.model].max_model_len
+        if 0 < facts.max_model_len < wanted:
+            self._rt.log.warning(
+                "the engine takes %d tokens, the config says %d: longer prompts will fail", facts.max_model_len, wanted
+            )
+        self.record = msgspec.structs.replace(record, kv_tokens=facts.kv_tokens or record.kv_tokens)
+
+    async def _register(self) -> None:
+        subject = f"$KV.{subjects.BUCKET_WORKERS}.{self.record.worker}"
+        record = msgspec.structs.replace(self.record, registered_at=self._rt.clock.wall())
+        session = self._caught_up
+        incarnation = await self._rt.bus.publish_acked(subject, msgspec.json.encode(record))
+        if session is not self._caught_up:
+            raise WorkerLost("The engine was lost while the worker registered.")
+        self._lost = asyncio.Event()
+        self.stalled = False
+        self.incarnation = incarnation
+        self.why_not = ""
+        self._feed.begin(incarnation)
+        self._follower.born(incarnation)
+        fields = {"incarnation": incarnation, "serves": record.serves, "holds": repr(self._index)}
+        self._rt.log.info("registered", extra={"fields": fields})
+
+    async def _until_engine_is_lost(self) -> None:
+        while not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEALTH_EVERY_S):
+                    await self._look.wait()
+            self._look.clear()
+            try:
+                await self._engine.health()
+                self.stalled = False
+            except TimeoutError:
+                if not self.stalled:
+                    self._rt.log.warning("the engine does not answer; no heartbeats until it does")
+                self.stalled = True
+            except PrefixbusError as exc:
+                self._rt.caught(exc, "the engine is lost")
+                return
+
+    def _end(self, reason: str) -> None:
+        if not self.incarnation:
+            return
+        self.incarnation = 0
+        self._say_why_not(reason)
+        self._feed.begin(0)
+        self._follower.died()
+
+    def _say_why_not(self, reason: str) -> None:
+        if reason != self.why_not:
+            self.why_not = reason
+            self._rt.log.warning("not serving: %s", reason)
+
+    # --- the engine's events (a Listener) ---
+
+    def began(self) -> None:
+        self._index.restart()
+        self.engine_block_size = 0
+
+    def heard(self, batch: Batch) -> None:
+        self.batches += 1
+        self.unknown_events += batch.skipped
+        self.event_lag_s = max(0.0, self._rt.clock.wall() - batch.ts)
+        for event in reversed(batch.events):
+            if isinstance(event, BlockStored):
+                self.engine_block_size = event.block_size
+                break
+        self._feed.add(self._index.apply(batch.events))
+
+    def caught_up(self) -> None:
+        self._caught_up.set()
+        self._rt.log.info("the engine's events are whole: %r", self._index)
+
+    def missed(self) -> None:
+        self._rt.log.warning("events of the engine are lost: what it holds is known in part")
+        self._feed.add(self._index.lose_story())
+
+    def ended(self) -> None:
+        self._caught_up = asyncio.Event()
+        self._lost.set()
+        self._look.set()
+        self._end("the engine's events broke off")
+        self._index.restart()
+
+    # --- another bridge of the same name ---
+
+    async def be_alone(self) -> None:
+        """Before anything is subscribed. :raises WorkerRefused: another bridge answers to this worker's name."""
+        other = await self._ping()
+        if other is not None:
+            raise WorkerRefused(
+                f"Another bridge serves {self.record.worker} (incarnation {other.incarnation}).",
+                remedy="Give this one another name, or stop the other.",
+            )
+
+    async def watch_rivals(self) -> None:
+        """Two that started at once, or one that was paused while another took its name: the later registration stays,
+        since everyone else has voided the earlier one already.
+
+        :raises WorkerRefused: this is the earlier one."""
+        while True:
+            await asyncio.sleep(_RIVAL_EVERY_S)
+            other = await self._ping()
+            if other is not None and 0 < self.incarnation < other.incarnation:
+                self._end("another bridge has taken the name")
+                raise WorkerRefused(f"Another bridge has registered as {self.record.worker} since.")
+
+    def is_own_ping(self, payload: bytes) -> bool:
+        return payload == self.record.boot.encode()
+
+    async def _ping(self) -> ControlReply | None:
+        """What another bridge of this name answers, if there is one; our own does not answer our `boot`."""
+        subject = subjects.control(self.record.worker, "ping")
+        try:
+            reply = await self._rt.bus.request(subject, self.record.boot.encode(), timeout_s=_PING_S)
+            return messages.CONTROL_REPLY.decode(reply.data)
+        except PrefixbusError:
+            return None
+
+
+def reply_of(life: Life, error: str = "") -> bytes:
+    """This bridge's answer to a control message."""
+    reply = ControlReply(VERSION, life.record.worker, life.incarnation, error)
+    return messages.CONTROL_REPLY.encode(reply)

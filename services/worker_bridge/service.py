@@ -1,0 +1,437 @@
+# ruff: noqa: TID251 - a shell: it waits on the event loop, and takes what the bus hands over
+"""The bridge of one worker: its parts put together, and what comes in handed to them.
+
+Owns: subscriptions, what is said about this worker's load.
+Must not know: how vLLM is spoken to (engine, vllm_events), who may run (vetting, admission), how a request runs
+(stream).   Source: DESIGN 7."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from ..bus import blockkeys, identity, messages, namespace, revision, subjects
+from ..bus.config import ModelSection
+from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
+from ..bus.messages import VERSION, Accept, Dispatch, Fact, Job, Load
+from ..bus.runtime import DRAIN_S, Runtime
+from .admission import Admission, Offer, Verdict
+from .blocks import BlockIndex
+from .engine import Engine, VllmHttp
+from .heartbeat import Heartbeat
+from .kv_feed import KvFeed
+from .life import Life, WorkerRecord, reply_of
+from .metrics import BridgeMetrics
+from .outbox import Outbox
+from .stream import SERVICE, STARTED, Started, Streams, Told
+from .vetting import Refusal, vet
+from .vllm_events import Endpoints
+
+Handler = Callable[[Msg], Coroutine[Any, Any, None]]
+
+# A lapsed lease is noticed here before anyone else may act on it: the slack covers a report's way to its listeners.
+_LEASE_SLACK_S = 0.5
+# Of the runtime's bound, kept for telling clients of what did not end, and for the last outcomes.
+_DRAIN_TAIL_S = 5.0
+_ACCEPTED_MAX = 4096
+
+
+class BridgeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which worker this is, and where its engine is.
+
+    `kv_events`, `kv_replay` and `kv_topic` are the engine's own settings (--kv-events-config); an empty topic hears
+    all. `slots` 0: the config's. `kv_tokens` is the size of the engine's KV memory, where it does not say so itself."""
+
+    worker: str
+    model: str
+    engine_url: str
+    kv_events: str
+    kv_replay: str = ""
+    kv_topic: str = ""
+    slots: int = 0
+    kv_tokens: int = 0
+
+
+async def run(rt: Runtime, options: BridgeOptions) -> None:
+    """Serves until `rt.stopping`. :raises WorkerRefused: another bridge has this name.
+
+    :raises ConfigInvalid: the model is not in the config; :raises BadSubject: the name cannot stand in a subject."""
+    subjects.token(options.worker, "worker")
+    if options.model not in rt.config.models:
+        raise ConfigInvalid(f"{options.model} is not in config.toml.", field="models")
+    engine = VllmHttp(options.engine_url, options.model)
+    try:
+        await Bridge(rt, options, engine).run()
+    finally:
+        await engine.close()
+
+
+class Bridge:
+    """One worker's bridge. Make it within the runtime's task group."""
+
+    def __init__(self, rt: Runtime, options: BridgeOptions, engine: Engine) -> None:
+        config = rt.config
+        section = config.models[options.model]
+        salt_key = rt.purpose_key("salt")
+        self._rt = rt
+        self._worker = options.worker
+        self._section = section
+        self._identity = identity.of_model(options.model, section, _revisions(rt.state, section))
+        self._namespace_key = rt.purpose_key("namespace")
+        self._engine = engine
+        self._report = 0
+        self._accepted: list[str] = []
+        self._accepted_reported = 0
+        self._refused_facts = 0
+        self._keys_differ = 0
+
+        self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
+        self.admission = Admission(options.slots or config.bridge.slots)
+        self._feed = KvFeed(rt.bus, self._worker, self.index)
+        record = WorkerRecord(
+            v=VERSION,
+            worker=self._worker,
+            model=options.model,
+            serves=self._identity.digest(),
+            engine=options.engine_url,
+            block_size=section.block_size,
+            slots=self.admission.slots,
+            kv_tokens=options.kv_tokens,
+            boot=secrets.token_hex(8),
+            registered_at=0.0,
+        )
+        endpoints = Endpoints(options.kv_events, options.kv_replay, options.kv_topic)
+        self.life = Life(rt, record, engine, endpoints, self.index, self._feed, self)
+        lost_after_s = config.router.lost_after_s
+        self._heartbeat = Heartbeat(
+            rt.bus,
+            rt.clock,
+            subjects.load(self._worker),
+            period_s=config.bridge.heartbeat_s,
+            lapse_s=max(lost_after_s - _LEASE_SLACK_S, lost_after_s / 2),
+            report=self._load,
+            on_sent=self._load_sent,
+            on_lapse=self._lapsed,
+        )
+        self.metrics = BridgeMetrics(rt.registry, section.block_size)
+        self._outbox = Outbox(
+            rt.bus, rt.task_group, lambda exc, subject: rt.caught(exc, "not recorded", subject=subject)
+        )
+        self.streams = Streams(
+            worker=self._worker,
+            model=options.model,
+            bus=rt.bus,
+            clock=rt.clock,
+            engine=engine,
+            index=self.index,
+            admission=self.admission,
+            heartbeat=self._heartbeat,
+            metrics=self.metrics,
+            outbox=self._outbox,
+            tasks=rt.task_group,
+            salt_key=salt_key,
+            keepalive_s=config.bridge.keepalive_s,
+            caught=rt.caught,
+            engine_doubted=self.life.doubt_engine,
+        )
+        self._watch_numbers()
+
+    def __repr__(self) -> str:
+        return f"<Bridge {self.life!r} {self.admission!r}>"
+
+    async def run(self) -> None:
+        tasks = self._rt.task_group
+        await self.life.be_alone()
+        await self._subscribe()
+        for task in (self.life.events.run, self._feed.run, self._heartbeat.run, self.streams.run, self.life.run):
+            tasks.start_soon(task)
+        tasks.start_soon(self.life.watch_rivals)
+        self._rt.ready(lambda: "draining" if self.admission.draining else self.life.why_not)
+        await self._rt.stopping.wait()
+        await self._drain()
+
+    # --- the worker's lives (a Follower) ---
+
+    def born(self, incarnation: int) -> None:
+        self.admission.incarnation = incarnation
+        self._report = 0
+        self._accepted.clear()
+        self._heartbeat.restart()
+
+    def died(self) -> None:
+        self.admission.incarnation = 0
+        self.streams.stop_all(WorkerLost("The engine was lost."))
+
+    def _lapsed(self) -> None:
+        """Nothing was heard of us for so long that our requests may be others' by now."""
+        self.streams.stop_all(WorkerLost("The worker was out of reach for longer than its lease."))
+
+    # --- what is said about its load ---
+
+    def _load(self) -> bytes | None:
+        record, admission = self.life.record, self.admission
+        if not self.life.incarnation or self.life.stalled:
+            return None
+        self._report += 1
+        self._accepted_reported = len(self._accepted)
+        load = Load(
+            v=VERSION,
+            worker=self._worker,
+            incarnation=self.life.incarnation,
+            report=self._report,
+            event_seq=self._feed.seq,
+            model=record.model,
+            serves=record.serves,
+            queue_ms=admission.queue_ms(self._rt.clock.now()),
+            running=admission.running,
+            waiting=admission.waiting,
+            slots=admission.slots,
+            kv_usage=min(1.0, admission.prompt_tokens / record.kv_tokens) if record.kv_tokens else 0.0,
+            kv_tokens=record.kv_tokens,
+            block_size=record.block_size,
+            draining=admission.draining,
+            accepted=list(self._accepted),
+        )
+        return messages.LOAD.encode(load)
+
+    def _load_sent(self) -> None:
+        del self._accepted[: self._accepted_reported]
+
+    # --- what comes in ---
+
+    async def _subscribe(self) -> None:
+        handlers = {
+            subjects.work(self._worker): self._on_work,
+            subjects.control(self._worker, "ping"): self._on_ping,
+            subjects.control(self._worker, "dump"): self._on_dump,
+            subjects.control(self._worker, "reset"): self._on_reset,
+            subjects.control(self._worker, "abort"): self._on_abort,
+            subjects.ALL_CANCEL: self._on_cancel,
+            self.streams.gone_subjects: self._on_client_gone,
+        }
+        for subject, handler in handlers.items():
+            await self._rt.bus.subscribe(subject, self._guarded(handler))
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """The edge of the service: one bad message must not end a subscription."""
+
+        async def guarded(message: Msg) -> None:
+            try:
+                await handler(message)
+            except Exception as exc:
+                self._rt.caught(exc, f"message on {message.subject}")
+
+        return guarded
+
+    async def _on_work(self, message: Msg) -> None:
+        dispatch = messages.DISPATCH.decode(message.data)
+        job = messages.JOB.decode(dispatch.job)
+        refusal = vet(
+            dispatch,
+            job,
+            identity=self._identity,
+            namespace_key=self._namespace_key,
+            max_model_len=self._section.max_model_len,
+        )
+        now = self._rt.clock.now()
+        if refusal is not None:
+            self._record_refusal(job, refusal)
+            await self._answer(message, dispatch, Verdict(refusal.code, self.admission.queue_ms(now), 0))
+            return
+        # Our own keys, not the dispatch's: what we hold is told by what was really asked.
+        keys = blockkeys.chain(job.tokens, self._section.block_size, namespace.seed(dispatch.ns_id))
+        self._keys_differ += keys != dispatch.keys
+        offer = self._offer(dispatch, job, keys)
+        verdict = self.admission.offer(offer, now, self._rt.clock.wall())
+        if verdict.stop is not None:
+            self.streams.stop(verdict.stop, Cancelled("Superseded by a newer attempt."), Told.NOBODY)
+        told = await self._answer(message, dispatch, verdict)
+        if verdict.start is None:
+            return
+        if not told:
+            self.admission.end(verdict.start, now, given_back=True)
+            return
+        if len(self._accepted) < _ACCEPTED_MAX:
+            self._accepted.append(dispatch.request_id)
+        self.streams.start(
+            Started(
+                reply=message.reply,
+                dispatch=dispatch,
+                job=job,
+                ticket=verdict.start,
+                keys=keys,
+                generation=self.index.generation,
+            )
+        )
+        self._heartbeat.changed()
+
+    def _offer(self, dispatch: Dispatch, job: Job, keys: bytes) -> Offer:
+        prompt_tokens = len(job.tokens) // 4
+        reusable = blockkeys.reusable_blocks(prompt_tokens, self._section.block_size)
+        return Offer(
+            request_id=dispatch.request_id,
+            attempt=dispatch.attempt,
+            tenant=job.namespace.tenant,
+            client_request_id=job.client_request_id,
+            incarnation=dispatch.incarnation,
+            prefill_ms=dispatch.prefill_ms,
+            prompt_tokens=prompt_tokens,
+            held_blocks=self.index.held(dispatch.ns_id, keys[: 8 * reusable]),
+            max_queue_ms=dispatch.max_queue_ms,
+            accept_by_at=dispatch.accept_by_at,
+            deadline_at=job.deadline_at,
+        )
+
+    async def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:
+        """Whether the router could be told."""
+        if verdict.refused:
+            self.metrics.refused(verdict.refused)
+        accept = Accept(
+            VERSION,
+            dispatch.request_id,
+            dispatch.attempt,
+            self._worker,
+            self.life.incarnation,
+            verdict.refused,
+            verdict.queue_ms,
+            verdict.held_blocks,
+        )
+        try:
+            if message.reply:
+                await self._rt.bus.publish(message.reply, messages.ACCEPT.encode(accept))
+        except BusUnavailable:
+            return False
+        return True
+
+    def _record_refusal(self, job: Job, refusal: Refusal) -> None:
+        fields = {"request_id": job.request_id, "code": refusal.code}
+        self._rt.log.warning("dispatch refused: %s", refusal.detail, extra={"fields": fields})
+        if not refusal.fact:
+            return
+        self._refused_facts += 1
+        fact = Fact(
+            v=VERSION,
+            kind=refusal.fact,
+            at=self._rt.clock.wall(),
+            service=SERVICE,
+            tenant=job.namespace.tenant,
+            scope=job.namespace.scope,
+            request_id=job.request_id,
+            worker=self._worker,
+            detail=refusal.detail,
+        )
+        name = f"{refusal.fact}-{self.life.record.boot}-{self._refused_facts}"
+        self._outbox.put(subjects.audit(SERVICE, self._worker), messages.FACT.encode(fact), name)
+
+    async def _on_ping(self, message: Msg) -> None:
+        if not self.life.is_own_ping(message.data):
+            await self._reply(message)
+
+    async def _on_dump(self, message: Msg) -> None:
+        request = messages.DUMP_REQUEST.decode(message.data)
+        if request.incarnation != self.life.incarnation:
+            await self._reply(message, "This is another incarnation.")
+            return
+        self._feed.ask_dump()
+        await self._reply(message)
+
+    async def _on_reset(self, message: Msg) -> None:
+        # It may take the engine a while: other control messages must not wait for it.
+        self._rt.task_group.start_soon(self._guarded(self._reset), message)
+
+    async def _reset(self, message: Msg) -> None:
+        clears = self.index.clears
+        error = ""
+        try:
+            await self._engine.reset_prefix_cache()
+        except TimeoutError as exc:
+            error = str(exc)
+        except PrefixbusError as exc:
+            error = exc.sentence()
+        else:
+            # An idle engine does not announce it: we do, unless its own announcement has overtaken the answer.
+            if self.index.clears == clears:
+                self._feed.add(self.index.clear())
+        await self._reply(message, error)
+
+    async def _on_abort(self, message: Msg) -> None:
+        """Answers how far the attempt was: nothing published (empty), `started`, or `ended` (all was said already)."""
+        abort = messages.ABORT.decode(message.data)
+        ticket = self.admission.stop_attempt(abort.request_id, abort.attempt, self._rt.clock.now())
+        stage = "ended" if self.admission.has_ended(abort.request_id, abort.attempt) else ""
+        if ticket is not None and self.streams.stop(ticket, Cancelled("Stopped by the router."), Told.NOBODY):
+            stage = STARTED
+        await self._reply(message, stage)
+
+    async def _on_cancel(self, message: Msg) -> None:
+        tenant, client_request_id = subjects.parse_cancel(message.subject)
+        for ticket in self.admission.cancel(tenant, client_request_id, self._rt.clock.now()):
+            self.streams.stop(ticket, Cancelled())
+
+    async def _on_client_gone(self, message: Msg) -> None:
+        if message.headers and message.headers.get("Status") == "503":
+            self.streams.client_gone(message.subject)
+
+    async def _reply(self, message: Msg, error: str = "") -> None:
+        if message.reply:
+            await self._rt.bus.publish(message.reply, reply_of(self.life, error))
+
+    # --- its end, and its numbers ---
+
+    async def _drain(self) -> None:
+        """No new work; what is in hand may end, within the runtime's bound."""
+        self.admission.draining = True
+        self._heartbeat.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S - _DRAIN_TAIL_S):
+                await self.streams.idle()
+        self.streams.stop_all(WorkerLost("The worker shuts down."))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_TAIL_S - 1):
+                await self.streams.idle()
+                await self._outbox.idle()
+
+    def _watch_numbers(self) -> None:
+        rt, life, admission, index, feed = self._rt, self.life, self.admission, self.index, self._feed
+        hits, unused, heartbeat = self.streams.hits, index.unused, self._heartbeat
+        self.metrics.watch(
+            {
+                "running": ("Requests that have their first token.", lambda: admission.running),
+                "waiting": ("Accepted requests that do not.", lambda: admission.waiting),
+                "queue_ms": ("Prefill work ahead of a newcomer.", lambda: admission.queue_ms(rt.clock.now())),
+                "held_blocks": ("Keys of ours that the engine holds.", lambda: index.held_keys),
+                "foreign_blocks": ("Blocks held under salts that are not ours.", lambda: index.foreign),
+                "story_complete": ("1 if all the engine's events were heard.", lambda: int(index.complete)),
+                "engine_event_lag_seconds": ("Age of the last event batch when heard.", lambda: life.event_lag_s),
+                "incarnation": ("The worker's current life, 0 if none.", lambda: life.incarnation),
+                "kv_seq": ("The last block event published.", lambda: feed.seq),
+            },
+            {
+                "engine_sessions": ("Connections to the engine's events.", lambda: life.events.sessions),
+                "engine_event_gaps": ("Gaps in the engine's events.", lambda: life.events.gaps),
+                "engine_batches": ("Event batches heard.", lambda: life.batches),
+                "engine_events_unknown": ("Events of unknown kinds.", lambda: life.unknown_events),
+                "blocks_malformed": ("Stored blocks that could not be read.", lambda: unused.malformed),
+                "blocks_of_unknown_parents": ("Stored blocks whose parent is unknown.", lambda: unused.unknown_parent),
+                "blocks_of_other_tiers": ("Block events of other tiers.", lambda: unused.other_tier),
+                "kv_messages_unsent": ("Block events that the bus did not take.", lambda: feed.unsent),
+                "keys_differ": ("Dispatches whose keys are not their tokens'.", lambda: self._keys_differ),
+                "dumps": ("Dumps written.", lambda: feed.dumps),
+                "heartbeats": ("Heartbeats sent.", lambda: heartbeat.sent),
+                "heartbeats_skipped": ("Heartbeats that the bus did not take.", lambda: heartbeat.skipped),
+                "hits_unverified": ("Answers whose reuse could not be checked.", lambda: hits.unverified),
+                "engine_silent": ("Answers that no block event followed.", lambda: hits.silent),
+            },
+        )
+
+
+def _revisions(state: Path, section: ModelSection) -> revision.Revisions | None:
+    """Of the tokenizer's files, where the config leaves them open. :raises ConfigInvalid: they cannot be read."""
+    if section.tokenizer_revision and section.template_version:
+        return None
+    return revision.of_directory(state / section.tokenizer)

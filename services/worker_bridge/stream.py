@@ -1,0 +1,535 @@
+# ruff: noqa: TID251 - a shell: it waits on the event loop
+"""Running requests: each from its acceptance to its outcome.
+
+How an attempt ends, and who says so:
+
+    complete, or failed for good     the bridge sends the client's last frame, and the outcome
+    failed before the first frame    given back: the router is told, and asks another worker; no outcome
+    failed after it                  the bridge ends the client's stream with the error, and sends the outcome
+    the client is gone               the outcome alone
+    stopped by the router            nothing
+
+    before the first frame   the fact of a (possible) reuse is acknowledged by the record's stream, and the router is
+                             told that the answer starts: from then on it asks nobody else
+    every frame              only under an unbroken lease: else others may be answering already
+    when the bus is lost     a stream that has begun fails; nothing of it is published late
+    silence                  keep-alives; they, and a frame now and then, carry a reply subject of ours, and the server
+                             answers there when nobody listens at the client's inbox
+
+Owns: attempts in work.   Must not know: who may run (admission, vetting), how the engine is spoken to.
+Source: DESIGN 2, 6 (Failover), 7, 9 (Record)."""
+
+import asyncio
+import enum
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+
+from ..bus import frames, namespace, subjects
+from ..bus.clock import Clock
+from ..bus.connection import Bus
+from ..bus.errors import (
+    BusUnavailable,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    PrefixbusError,
+    Unavailable,
+    WorkerLost,
+)
+from ..bus.messages import ACCEPT, FACT, OUTCOME, VERSION, Accept, Dispatch, Fact, Job, Outcome
+from .admission import Admission, Phase, Ticket
+from .blocks import BlockIndex
+from .chunks import ChunkWriter, Usage
+from .engine import Engine, Generation, Progress
+from .heartbeat import Heartbeat
+from .hits import Answered, HitCheck
+from .metrics import BridgeMetrics
+from .outbox import Outbox
+from .vetting import sampling_params
+
+# A client that is gone is noticed within this and the server's answer: half of the second that it may cost.
+PROBE_S = 0.5
+_PULSE_S = 0.1
+# The record's stream answers in 0.2 ms; an attempt waits this long for it.
+_RECORD_S = 2.0
+# After an outage of the bus the end of an attempt is told if the bus is back within this of its deadline.
+_RECONNECT_S = 5.0
+
+# Clients come back to the bus after an outage when we have been there for a while: nats-py's and Go's clients wait 2 s
+# between attempts. Until then that nobody listens means nothing.
+_CLIENTS_BACK_S = 3.0
+# The server's word that nobody listens comes in the time of a round trip.
+_PROBE_ANSWER_S = 0.1
+
+SERVICE = "worker_bridge"
+# `Accept.refused` of the notice that goes to the router just before the first frame.
+STARTED = "started"
+
+
+class Told(enum.Enum):
+    """Who hears of an attempt's end."""
+
+    ALL = "client and router"
+    ROUTER = "the router: the client is gone"
+    NOBODY = "nobody: the router asked for it"
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted dispatch, as its run needs it. `reply`: where the router hears of it; `keys`: all full blocks' keys;
+    `generation`: the index's then."""
+
+    reply: str
+
+    dispatch: Dispatch
+    job: Job
+    ticket: Ticket
+    keys: bytes
+    generation: int
+
+
+class Streams:
+    """All attempts in work. `start` and `stop` them; `run` is the pulse: keep-alives, probes, late checks."""
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        model: str,
+        bus: Bus,
+        clock: Clock,
+        engine: Engine,
+        index: BlockIndex,
+        admission: Admission,
+        heartbeat: Heartbeat,
+        metrics: BridgeMetrics,
+        outbox: Outbox,
+        tasks: anyio.abc.TaskGroup,
+        salt_key: bytes,
+        keepalive_s: float,
+        caught: Callable[[BaseException, str], None],
+        engine_doubted: Callable[[], None],
+    ) -> None:
+        self.worker = worker
+        self.model = model
+        self.bus = bus
+        self.clock = clock
+        self.engine = engine
+        self.index = index
+        self.admission = admission
+        self.heartbeat = heartbeat
+        self.metrics = metrics
+        self.outbox = outbox
+        self.salt_key = salt_key
+        self.hits = HitCheck(index)
+        self.caught = caught
+        self.engine_doubted = engine_doubted
+        self._tasks = tasks
+        self._attempts: dict[str, Attempt] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._gone_prefix = f"{bus.inbox_prefix}.gone"
+        # Half, so that a pulse that comes late still keeps within what clients were promised.
+        self._silence_s = min(keepalive_s / 2, PROBE_S)
+        self.bus_back = asyncio.Event()
+        self._back_at: float | None = None
+        bus.on_connection_change.append(self._bus_changed)
+
+    def __repr__(self) -> str:
+        return f"<Streams {len(self._attempts)} in work>"
+
+    @property
+    def gone_subjects(self) -> str:
+        """Where the server says that nobody listens at a client's inbox: to subscribe with `client_gone`."""
+        return f"{self._gone_prefix}.*"
+
+    def gone_subject(self, attempt: "Attempt") -> str:
+        return f"{self._gone_prefix}.{attempt.name}"
+
+    def start(self, started: Started) -> None:
+        attempt = Attempt(self, started)
+        if not self._attempts:
+            self._idle.clear()
+        self._attempts[attempt.name] = attempt
+        self._tasks.start_soon(attempt.run)
+
+    def stop(self, ticket: Ticket, error: PrefixbusError, told: Told = Told.ALL) -> bool:
+        """Whether its first frame was on its way already."""
+        attempt = self._attempts.get(_name(ticket.request_id, ticket.attempt))
+        if attempt is None:
+            return False
+        attempt.stop(error, told)
+        return attempt.has_started
+
+    def stop_all(self, error: PrefixbusError) -> None:
+        for attempt in self._attempts.values():
+            attempt.stop(error)
+
+    def client_gone(self, subject: str) -> None:
+        """The server found nobody at the inbox that a frame went to."""
+        attempt = self._attempts.get(subject.rpartition(".")[2])
+        if attempt is None:
+            return
+        attempt.listener_missed = True
+        if not self.clients_may_be_away():
+            self.metrics.clients_gone.inc()
+            attempt.stop(Cancelled("The client no longer listens."), Told.ROUTER)
+
+    def clients_may_be_away(self) -> bool:
+        """Whether the bus was lost so lately that clients may not be back."""
+        return self._back_at is not None and self.clock.now() - self._back_at < _CLIENTS_BACK_S
+
+    def left(self, attempt: "Attempt", *, given_back: bool) -> None:
+        """The attempt is over: off the books."""
+        if attempt.ticket.phase is not Phase.ENDED:
+            self.admission.end(attempt.ticket, self.clock.now(), given_back=given_back)
+        self.heartbeat.changed()
+
+    def concluded(self, attempt: "Attempt") -> None:
+        self._attempts.pop(attempt.name, None)
+        if not self._attempts:
+            self._idle.set()
+
+    def spawn(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.start_soon(job)
+
+    async def idle(self) -> None:
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_PULSE_S)
+            now = self.clock.now()
+            for attempt in list(self._attempts.values()):
+                if now - attempt.last_sent_at >= self._silence_s:
+                    await attempt.keep_alive(now)
+            for wrong in self.hits.settle(now):
+                self.metrics.wrong_hits.inc()
+                self.caught(WrongHit(f"{wrong.cached_tokens} tokens of request {wrong.request_id}"), "wrong hit")
+
+    def _bus_changed(self, connected: bool) -> None:
+        if connected:
+            self.bus_back.set()
+            self._back_at = self.clock.now()
+        else:
+            self.bus_back.clear()
+            for attempt in self._attempts.values():
+                attempt.bus_lost()
+
+
+class WrongHit(PrefixbusError):
+    """The engine reused blocks that its index does not have for the namespace."""
+
+    code = "wrong_hit"
+    status = 500
+
+
+class Attempt:
+    """One attempt's run. `seq` counts the chunks published."""
+
+    def __init__(self, streams: Streams, started: Started) -> None:
+        self.ticket = started.ticket
+        self.name = _name(self.ticket.request_id, self.ticket.attempt)
+        self._streams = streams
+        self._started = started
+        self._job = job = started.job
+        self._writer = ChunkWriter(
+            job.kind, job.namespace.model, job.request_id, job.created_at, include_usage=job.include_usage
+        )
+        self._label = job.client_request_id
+        self._began_at = streams.clock.now()
+        self.last_sent_at = self._began_at
+        self._probed_at = self._began_at
+        self._seq = 0
+        self._output_pieces = 0
+        self._first_frame_at: float | None = None
+        self._usage: Usage | None = None
+        remaining_s = job.deadline_at - streams.clock.wall()
+        self._scope = anyio.CancelScope(deadline=anyio.current_time() + remaining_s)
+        self._stopped: PrefixbusError | None = None
+        self._told = Told.ALL
+        self._over = False
+        self._recorded = asyncio.Event()
+        self.has_started = False
+        self.listener_missed = False
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.name} {self.ticket.phase.value}, {self._seq} chunks>"
+
+    def stop(self, error: PrefixbusError, told: Told = Told.ALL) -> None:
+        """Aborts it at the engine: no further frame is published. The first reason counts; without effect once it is
+        over, but that the router may still ask for silence."""
+        if told is Told.NOBODY:
+            self._told = told
+        if self._stopped is None and not self._over:
+            self._stopped = error
+            self._told = told
+            self._scope.cancel()
+
+    def bus_lost(self) -> None:
+        """What was published last may not have arrived: a stream that has begun cannot go on."""
+        if self.has_started:
+            self.stop(BusUnavailable("The bus was lost while the answer was streamed."))
+
+    async def run(self) -> None:
+        error: PrefixbusError | None = None
+        try:
+            try:
+                with self._scope:
+                    self._streams.spawn(self._record)
+                    await self._generate()
+                if self._scope.cancelled_caught:
+                    error = self._stopped or DeadlineExceeded()
+            except PrefixbusError as exc:
+                error = self._stopped or exc
+            except Exception as exc:
+                self._streams.caught(exc, f"attempt {self.name}")
+                error = PrefixbusError()
+            finally:
+                self._over = True
+                self._streams.left(self, given_back=self._is_given_back(error))
+            if isinstance(error, WorkerLost):
+                self._streams.engine_doubted()
+            await self._conclude(error)
+        finally:
+            self._streams.concluded(self)
+
+    async def keep_alive(self, now: float) -> None:
+        """Breaks a silence, and asks the server whether anybody listens."""
+        if not (self._over or self._stopped is not None or self._streams.heartbeat.lapsed()):
+            await self._probe(now)
+
+    async def _probe(self, now: float) -> None:
+        self.last_sent_at = self._probed_at = now
+        job = self._job
+        body = frames.keepalive(job.kind, job.namespace.model, job.request_id, job.created_at)
+        try:
+            await self._streams.bus.publish(
+                job.reply,
+                body,
+                headers=frames.keepalive_headers(self._label),
+                reply=self._streams.gone_subject(self),
+            )
+        except BusUnavailable:
+            return
+        self._streams.metrics.keepalives.inc()
+
+    # --- the run ---
+
+    async def _generate(self) -> None:
+        streams, job = self._streams, self._job
+        request = Generation(
+            engine_request_id=self.name,
+            tokens=job.tokens,
+            params=sampling_params(job.params),
+            salt=namespace.salt(streams.salt_key, self._started.dispatch.ns_id),
+        )
+        streams.admission.submitted(self.ticket)
+        async with streams.engine.generate(request) as progress:
+            async for step in progress:
+                await self._pass_on(step)
+        usage = self._usage or Usage(self.ticket.prompt_tokens, self._output_pieces)
+        if self.ticket.phase is Phase.PREFILLING:
+            await self._first_token()
+        for body in self._writer.finish(usage):
+            await self._send(body)
+
+    async def _pass_on(self, step: Progress) -> None:
+        if step.usage is not None:
+            self._usage = step.usage
+        if not step.pieces:
+            return
+        if self.ticket.phase is Phase.PREFILLING:
+            await self._first_token()
+        self._output_pieces += len(step.pieces)
+        for body in self._writer.bodies(step.pieces):
+            await self._send(body)
+
+    async def _first_token(self) -> None:
+        """All that comes before the first frame."""
+        streams = self._streams
+        streams.admission.first_token(self.ticket, streams.clock.now())
+        streams.heartbeat.changed()
+        await self._recorded.wait()
+        await self._until_client_is_back()
+        self._check_lease()
+        self.has_started = True
+        await self._tell_router(STARTED)
+
+    async def _until_client_is_back(self) -> None:
+        """After an outage of the bus the first and the last frame wait for someone to hear them, within bounds."""
+        streams = self._streams
+        while streams.clients_may_be_away():
+            self.listener_missed = False
+            await self._probe(streams.clock.now())
+            await asyncio.sleep(_PROBE_ANSWER_S)
+            if not self.listener_missed:
+                return
+
+    def _check_lease(self) -> None:
+        if self._streams.heartbeat.lapsed():
+            raise WorkerLost("The worker was out of reach for longer than its lease.")
+
+    async def _tell_router(self, word: str) -> None:
+        """:raises BusUnavailable: not told."""
+        streams, ticket = self._streams, self.ticket
+        accept = Accept(
+            VERSION,
+            ticket.request_id,
+            ticket.attempt,
+            streams.worker,
+            self._started.dispatch.incarnation,
+            word,
+            streams.admission.queue_ms(streams.clock.now()),
+            ticket.held_blocks,
+        )
+        if self._started.reply:
+            await streams.bus.publish(self._started.reply, ACCEPT.encode(accept))
+
+    async def _send(self, body: bytes) -> None:
+        streams = self._streams
+        self._check_lease()
+        now = streams.clock.now()
+        reply = ""
+        if not self._seq or now - self._probed_at >= PROBE_S:
+            reply = streams.gone_subject(self)
+            self._probed_at = now
+        headers = frames.chunk_headers(self._label, seq=self._seq, attempt=self.ticket.attempt)
+        try:
+            await streams.bus.publish(self._job.reply, body, headers=headers, reply=reply)
+        except BusUnavailable:
+            streams.metrics.frames_dropped.inc()
+            raise
+        if self._first_frame_at is None:
+            self._first_frame_at = now
+        self._seq += 1
+        self.last_sent_at = now
+        streams.metrics.frames.inc()
+
+    async def _record(self) -> None:
+        """The fact of a reuse: acknowledged before anything of the answer is published, or the attempt fails."""
+        streams, ticket, job = self._streams, self.ticket, self._job
+        fact = Fact(
+            v=VERSION,
+            kind="reuse",
+            at=streams.clock.wall(),
+            service=SERVICE,
+            tenant=job.namespace.tenant,
+            scope=job.namespace.scope,
+            ns_id=self._started.dispatch.ns_id.hex(),
+            request_id=ticket.request_id,
+            worker=streams.worker,
+            tokens=ticket.held_blocks * streams.index.block_size,
+            decision=self._started.dispatch.decision,
+        )
+        try:
+            await streams.bus.publish_acked(
+                subjects.audit(SERVICE, streams.worker),
+                FACT.encode(fact),
+                msg_id=f"reuse-{self.name}",
+                timeout_s=_RECORD_S,
+                attempts=1,
+            )
+        except PrefixbusError as exc:
+            streams.caught(exc, f"attempt {self.name}: the record did not acknowledge")
+            self.stop(Unavailable("The record of reuse cannot be written."))
+            return
+        self._recorded.set()
+
+    # --- its end ---
+
+    def _is_given_back(self, error: PrefixbusError | None) -> bool:
+        """Nothing of it was published, and another worker may do better."""
+        if error is None or self.has_started or self._told is Told.ROUTER:
+            return False
+        return error.retryable or isinstance(error, EngineFailed)
+
+    async def _conclude(self, error: PrefixbusError | None) -> None:
+        await self._until_connected()
+        if self._told is Told.NOBODY:
+            return
+        try:
+            if error is not None and self._is_given_back(error):
+                # What kept us from the bus says nothing about the request.
+                await self._tell_router(WorkerLost.code if isinstance(error, BusUnavailable) else error.code)
+                self._streams.metrics.given_back(error.code)
+                return
+            if self._told is Told.ALL:
+                await self._until_client_is_back()
+                await self._end_stream(error)
+        except BusUnavailable:
+            self._streams.metrics.frames_dropped.inc()
+        self._report(error)
+
+    async def _end_stream(self, error: PrefixbusError | None) -> None:
+        attempt = self.ticket.attempt
+        if error is None:
+            headers = frames.final_headers(self._label, seq=self._seq, attempt=attempt)
+        else:
+            headers = frames.error_headers(error, self._label, seq=self._seq, attempt=attempt)
+        await self._streams.bus.publish(self._job.reply, b"", headers=headers)
+
+    async def _until_connected(self) -> None:
+        """Until the bus is there, or nobody waits for this request any more."""
+        streams = self._streams
+        if not streams.bus.connected:
+            patience_s = self._job.deadline_at - streams.clock.wall() + _RECONNECT_S
+            with anyio.move_on_after(patience_s):
+                await streams.bus_back.wait()
+
+    def _report(self, error: PrefixbusError | None) -> None:
+        outcome = self._outcome(error)
+        streams = self._streams
+        streams.metrics.ended(outcome)
+        name = f"outcome-{self.name}"
+        streams.outbox.put(subjects.outcome(streams.worker, outcome.request_id), OUTCOME.encode(outcome), name)
+        if error is None and outcome.cached_tokens is not None:
+            answered = Answered(
+                request_id=outcome.request_id,
+                ns_id=self._started.dispatch.ns_id,
+                keys=self._started.keys,
+                cached_tokens=outcome.cached_tokens,
+                generation=self._started.generation,
+            )
+            streams.hits.answered(answered, streams.clock.now())
+
+    def _outcome(self, error: PrefixbusError | None) -> Outcome:
+        streams, ticket, dispatch, usage = self._streams, self.ticket, self._started.dispatch, self._usage
+        cached = usage.cached_tokens if usage is not None else None
+        first = self._first_frame_at
+        if error is None:
+            status = "ok"
+        else:
+            status = "cancelled" if isinstance(error, Cancelled) else "error"
+        return Outcome(
+            v=VERSION,
+            request_id=ticket.request_id,
+            client_request_id=self._label,
+            attempt=ticket.attempt,
+            worker=streams.worker,
+            incarnation=dispatch.incarnation,
+            tenant=ticket.tenant,
+            model=streams.model,
+            ns_id=dispatch.ns_id.hex(),
+            status=status,
+            error="" if error is None else error.code,
+            prefix_class=self._job.prefix_class,
+            decision=dispatch.decision,
+            prompt_tokens=ticket.prompt_tokens,
+            predicted_tokens=dispatch.predicted_tokens,
+            cached_tokens=cached,
+            prefill_tokens=None if cached is None else max(0, ticket.prompt_tokens - cached),
+            output_tokens=usage.completion_tokens if usage is not None else self._output_pieces,
+            queue_wait_ms=ticket.queue_wait_ms(),
+            ttft_ms=None if first is None else (first - self._began_at) * 1000,
+            total_ms=(streams.clock.now() - self._began_at) * 1000,
+            ended_at=streams.clock.wall(),
+        )
+
+
+def _name(request_id: str, attempt: int) -> str:
+    """Unique per attempt, and one subject token."""
+    return f"{request_id}-{attempt}"

@@ -1,0 +1,331 @@
+"""The bridge's table of requests: who is let in, once; how much work that is; and nothing left when all is over."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefixbus.worker_bridge import admission
+from prefixbus.worker_bridge.admission import LIFE, Admission, Event, Offer, Phase, Ticket
+
+WALL = 1_700_000_000.0
+
+
+def offer(request_id: str = "r1", attempt: int = 1, **changes: Any) -> Offer:
+    fields: dict[str, Any] = {
+        "tenant": "acme",
+        "client_request_id": f"c-{request_id}",
+        "incarnation": 7,
+        "prefill_ms": 100.0,
+        "prompt_tokens": 64,
+        "held_blocks": 1,
+        "max_queue_ms": math.inf,
+        "accept_by_at": WALL + 1,
+        "deadline_at": WALL + 60,
+    }
+    return Offer(request_id=request_id, attempt=attempt, **fields | changes)
+
+
+def table(slots: int = 4) -> Admission:
+    made = Admission(slots)
+    made.incarnation = 7
+    return made
+
+
+def let_in(made: Admission, asked: Offer, now: float = 0.0) -> Ticket:
+    ticket = made.offer(asked, now, WALL).start
+    assert ticket is not None
+    return ticket
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"incarnation": 6}, admission.WRONG_INCARNATION),
+        ({"accept_by_at": WALL - 0.001}, admission.TOO_LATE),
+        ({"deadline_at": WALL - 0.001}, admission.DEADLINE_EXCEEDED),
+        ({"max_queue_ms": -1.0}, admission.QUEUE_TOO_LONG),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_dispatch_that_means_something_else_is_refused(changes: dict[str, Any], reason: str) -> None:
+    made = table()
+
+    verdict = made.offer(offer(**changes), 0.0, WALL)
+
+    assert (verdict.refused, verdict.start) == (reason, None)
+    assert made.waiting == 0
+
+
+def test_without_an_incarnation_nothing_is_taken() -> None:
+    made = Admission(4)
+
+    assert made.offer(offer(incarnation=0), 0.0, WALL).refused == admission.WRONG_INCARNATION
+
+
+def test_a_draining_worker_takes_nothing_new() -> None:
+    made = table()
+    running = let_in(made, offer())
+    made.draining = True
+
+    assert made.offer(offer("r2"), 0.0, WALL).refused == admission.DRAINING
+    assert made.tickets() == [running]
+
+
+def test_the_true_queue_decides_and_is_told() -> None:
+    made = table()
+    let_in(made, offer("r1", prefill_ms=100.0))
+    let_in(made, offer("r2", prefill_ms=50.0))
+
+    verdict = made.offer(offer("r3", max_queue_ms=149.0), 0.0, WALL)
+
+    assert (verdict.refused, verdict.queue_ms) == (admission.QUEUE_TOO_LONG, 150.0)
+    assert not made.offer(offer("r3", attempt=2, max_queue_ms=149.0), 0.001, WALL).refused
+
+
+def test_no_more_than_slots() -> None:
+    made = table(slots=1)
+    ticket = let_in(made, offer("r1"))
+
+    assert made.offer(offer("r2"), 0.0, WALL).refused == admission.NO_SLOT
+
+    made.end(ticket, 0.0)
+    assert not made.offer(offer("r3"), 0.0, WALL).refused
+
+
+def test_only_the_first_prefill_shrinks_as_time_passes() -> None:
+    made = table()
+    first = let_in(made, offer("r1", prefill_ms=100.0))
+    let_in(made, offer("r2", prefill_ms=60.0))
+    made.submitted(first)
+
+    assert made.queue_ms(0.0) == 160.0
+    assert made.queue_ms(0.04) == 120.0
+    assert made.queue_ms(9.0) == 60.0
+
+    made.first_token(first, 9.0)
+    assert made.queue_ms(9.0) == 60.0
+    assert made.queue_ms(9.05) == 10.0
+    assert made.queue_ms(99.0) == 0.0
+
+
+def test_the_wait_for_others_prefills_is_told_apart() -> None:
+    made = table()
+    first, second = let_in(made, offer("r1"), 1.0), let_in(made, offer("r2"), 2.0)
+    for ticket, at in ((first, 3.0), (second, 4.0)):
+        made.submitted(ticket)
+        assert ticket.queue_wait_ms() is None
+        made.first_token(ticket, at)
+
+    assert first.queue_wait_ms() == 0.0
+    assert second.queue_wait_ms() == 1000.0
+
+
+@pytest.mark.parametrize("estimate", [math.nan, -5.0, math.inf, 1e300])
+def test_an_absurd_estimate_does_not_poison_the_queue(estimate: float) -> None:
+    made = table()
+    ticket = let_in(made, offer(prefill_ms=estimate))
+
+    assert 0.0 <= made.queue_ms(0.0) <= 3_600_000.0
+
+    made.end(ticket, 1.0)
+    assert made.queue_ms(1.0) == 0.0
+
+
+def test_a_repeated_dispatch_gets_the_same_answer_and_starts_nothing() -> None:
+    made = table()
+    let_in(made, offer())
+
+    again = made.offer(offer(), 0.5, WALL + 99)
+
+    assert (again.refused, again.start, again.held_blocks) == ("", None, 1)
+
+
+def test_a_repeated_refusal_stays_one() -> None:
+    made = table(slots=1)
+    ticket = let_in(made, offer("r1"))
+    made.offer(offer("r2"), 0.0, WALL)
+    made.end(ticket, 0.0)
+
+    again = made.offer(offer("r2"), 0.1, WALL)
+
+    assert (again.refused, again.start) == (admission.NO_SLOT, None)
+
+
+def test_an_answer_outlives_the_request_for_a_while() -> None:
+    made = table()
+    made.end(let_in(made, offer()), 1.0)
+
+    soon, late = made.offer(offer(), 2.0, WALL), made.offer(offer(), 2.0 + admission.ANSWERS_KEPT_S, WALL)
+
+    assert soon.start is None
+    assert late.start is not None
+
+
+def test_a_newer_attempt_replaces_one_that_has_said_nothing() -> None:
+    made = table()
+    first = let_in(made, offer())
+    made.submitted(first)
+
+    verdict = made.offer(offer(attempt=2), 0.5, WALL)
+
+    assert verdict.stop is first
+    assert first.phase is Phase.ENDED
+    assert made.waiting == 1 and made.find("r1", 2) is verdict.start
+
+
+def test_a_newer_attempt_is_refused_once_frames_are_on_their_way() -> None:
+    made = table()
+    first = let_in(made, offer())
+    made.submitted(first)
+    made.first_token(first, 0.1)
+
+    verdict = made.offer(offer(attempt=2), 0.5, WALL)
+
+    assert (verdict.refused, verdict.stop) == (admission.ALREADY_STREAMING, None)
+    assert made.running == 1
+
+
+def test_an_older_attempt_comes_too_late() -> None:
+    made = table()
+    let_in(made, offer(attempt=3))
+
+    assert made.offer(offer(attempt=2), 0.0, WALL).refused == admission.SUPERSEDED
+
+
+def test_a_cancel_finds_its_tenants_request_only() -> None:
+    made = table()
+    mine = let_in(made, offer("r1", client_request_id="same"))
+    let_in(made, offer("r2", tenant="other", client_request_id="same"))
+
+    assert made.cancel("acme", "same", 0.0) == [mine]
+    assert made.cancel("nobody", "same", 0.0) == []
+
+
+def test_a_cancel_may_overtake_its_request() -> None:
+    made = table()
+    made.cancel("acme", "c-r1", 0.0)
+
+    assert made.offer(offer("r1"), 1.0, WALL).refused == admission.CANCELLED
+    assert not made.offer(offer("r2", tenant="other", client_request_id="c-r1"), 1.0, WALL).refused
+    assert not made.offer(offer("r1", attempt=2), 1.0 + admission.CANCELS_KEPT_S, WALL).refused
+
+
+def test_memory_is_bounded() -> None:
+    made = table(slots=1)
+    for number in range(admission.CANCELS_KEPT + 10):
+        made.cancel("acme", f"c{number}", 0.0)
+    for number in range(admission.ANSWERS_KEPT + 10):
+        made.offer(offer(f"r{number}", incarnation=1), 0.0, WALL)
+
+    assert len(made._cancels) == admission.CANCELS_KEPT
+    assert len(made._answers) == admission.ANSWERS_KEPT
+
+
+def test_an_attempt_stopped_before_it_came_is_refused() -> None:
+    made = table()
+
+    assert made.stop_attempt("r1", 1, 0.0) is None
+    assert made.offer(offer(), 0.1, WALL).refused == admission.SUPERSEDED
+    assert not made.offer(offer(attempt=2), 0.1, WALL).refused
+
+
+def test_how_far_an_attempt_was_is_known_afterwards() -> None:
+    made = table()
+    ticket, other = let_in(made, offer("r1")), let_in(made, offer("r2"))
+    made.end(ticket, 1.0)
+    made.end(other, 1.0, given_back=True)
+
+    assert made.has_ended("r1", 1)
+    assert not made.has_ended("r1", 2)
+    assert not made.has_ended("r2", 1)
+    assert not made.has_ended("unknown", 1)
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)))
+def test_only_what_the_table_allows_can_happen(phase: Phase, event: Event) -> None:
+    made = table()
+    ticket = let_in(made, offer())
+    steps: dict[Phase, list[Any]] = {
+        Phase.ACCEPTED: [],
+        Phase.PREFILLING: [lambda: made.submitted(ticket)],
+        Phase.STREAMING: [lambda: made.submitted(ticket), lambda: made.first_token(ticket, 0.0)],
+        Phase.ENDED: [lambda: made.end(ticket, 0.0)],
+    }
+    for step in steps[phase]:
+        step()
+    act: Callable[[], None] = {
+        Event.SUBMIT: lambda: made.submitted(ticket),
+        Event.FIRST_TOKEN: lambda: made.first_token(ticket, 0.0),
+        Event.END: lambda: made.end(ticket, 0.0),
+    }[event]
+
+    if (phase, event) in LIFE:
+        act()
+        assert ticket.phase is LIFE[phase, event]
+    else:
+        with pytest.raises(KeyError):
+            act()
+
+
+class LoadNeverDrifts(RuleBasedStateMachine):
+    """Whatever comes and goes, the counts are those of the requests that are there, and zero when none is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = table(slots=5)
+        self.here: dict[str, Ticket] = {}
+        self.now = 0.0
+
+    @rule(
+        request=st.sampled_from("abcdefg"),
+        attempt=st.integers(1, 4),
+        prefill_ms=st.floats(0, 500),
+        max_queue_ms=st.sampled_from([0.0, 300.0, math.inf]),
+        passed=st.floats(0, 30),
+    )
+    def dispatch_comes(self, request: str, attempt: int, prefill_ms: float, max_queue_ms: float, passed: float) -> None:
+        self.now += passed
+        asked = offer(request, attempt, prefill_ms=prefill_ms, max_queue_ms=max_queue_ms)
+        verdict = self.table.offer(asked, self.now, WALL)
+        if verdict.stop is not None:
+            assert self.here.pop(request) is verdict.stop
+        if verdict.start is not None:
+            assert request not in self.here
+            self.here[request] = verdict.start
+
+    @precondition(lambda self: self.here)
+    @rule(data=st.data(), given_back=st.booleans())
+    def request_moves_on(self, data: st.DataObject, given_back: bool) -> None:
+        ticket = self.here[data.draw(st.sampled_from(sorted(self.here)))]
+        event = data.draw(st.sampled_from([event for event in Event if (ticket.phase, event) in LIFE]))
+        match event:
+            case Event.SUBMIT:
+                self.table.submitted(ticket)
+            case Event.FIRST_TOKEN:
+                self.table.first_token(ticket, self.now)
+            case Event.END:
+                self.table.end(ticket, self.now, given_back=given_back)
+                del self.here[ticket.request_id]
+
+    @rule(request=st.sampled_from("abcdefg"), attempt=st.integers(1, 4))
+    def router_stops(self, request: str, attempt: int) -> None:
+        ticket = self.table.stop_attempt(request, attempt, self.now)
+        assert ticket is None or ticket is self.here[request]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        streaming = [ticket for ticket in self.here.values() if ticket.phase is Phase.STREAMING]
+        assert self.table.running == len(streaming)
+        assert self.table.waiting == len(self.here) - len(streaming)
+        assert self.table.prompt_tokens == sum(ticket.prompt_tokens for ticket in self.here.values())
+        waiting_us = sum(ticket.prefill_us for ticket in self.here.values() if ticket.phase is not Phase.STREAMING)
+        assert 0.0 <= self.table.queue_ms(self.now) <= waiting_us / 1000
+        assert len(self.here) <= self.table.slots
+
+
+TestLoadNeverDrifts = LoadNeverDrifts.TestCase
