@@ -204,6 +204,7 @@ def send(
     model: Annotated[str, typer.Option(help="The model to ask.")] = "smollm2",
     tenant: Annotated[str, typer.Option(help="Who asks.")] = "demo",
     scope: Annotated[str, typer.Option(help="The permission scope; empty is tenant-wide.")] = "",
+    label: Annotated[str, typer.Option(help="Which of the tenant's credentials the token is.")] = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
     token_file: Annotated[
         Path | None, typer.Option(help=f"File with the tenant's token; else ${TOKEN_VARIABLE}.")
@@ -221,7 +222,7 @@ def send(
     url = nats or deployment.read_cluster(state).nats_url
 
     async def work() -> None:
-        async with await Client.connect(url, tenant=tenant, token=token, scope=scope) as client:
+        async with await Client.connect(url, tenant=tenant, token=token, scope=scope, label=label) as client:
             body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
             usage: dict[str, object] = {}
             async for frame in client.stream(model, body):
@@ -243,7 +244,7 @@ def policy(
     from .router.policy import SCHEMES
 
     if name not in SCHEMES:
-        raise typer.BadParameter(f"{", ".join(SCHEMES)}.", param_hint="NAME")
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(SCHEMES)}.", param_hint="NAME")
 
     async def work() -> None:
         operator = await deployment.connect(state, "operator", deployment.read_cluster(state).nats_url)

@@ -63,6 +63,12 @@ class _CoreCollector(Collector):
         for reason in ("stop", "length", "abort"):
             success.add_metric([*self._labels, reason], totals.finished.get(reason, 0))
         yield success
+        # vLLM's info metric carries its whole cache config as labels; these two are what others read.
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "cache config", labels=("block_size", "num_gpu_blocks", "engine")
+        )
+        info.add_metric([str(core.block_size), str(core.pool.capacity + 1), "0"], 1)
+        yield info
         wrong = CounterMetricFamily("engine_sim_wrong_hits", "blocks reused under a wrong origin", labels=_LABELS)
         wrong.add_metric(self._labels, totals.wrong_hits)
         yield wrong

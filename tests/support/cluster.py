@@ -124,8 +124,10 @@ class Cluster:
     def is_ready_again(self, name: str, old_pid: int) -> bool:
         """Whether the process of this name is another one than before, and ready."""
         pid = self.file.processes.get(name, old_pid)
-        if pid == old_pid:
-            return False
+        return pid != old_pid and self.is_ready(pid)
+
+    def is_ready(self, pid: int) -> bool:
+        """Whether this process has announced itself and says that it is ready."""
         for file in deployment.run_files(self.state):
             if file.pid == pid:
                 try:
