@@ -62,16 +62,45 @@ class Client:
 
     @classmethod
     async def connect(
-        cls, url: str, *, tenant: str, token: str, scope: str = "", tls: ssl.SSLContext | None = None
+        cls,
+        url: str,
+        *,
+        tenant: str,
+        token: str,
+        scope: str = "",
+        label: str = "default",
+        tls: ssl.SSLContext | None = None,
     ) -> "Client":
-        """:raises BusUnavailable: no server, or it does not know this tenant with this token."""
-        inbox = f"{subjects.tenant_inbox(tenant)}.{secrets.token_hex(8)}"
+        """`label` names the credential among the tenant's: one whose scopes are listed may only listen below it.
+
+        :raises BusUnavailable: no server, or it does not know this tenant with this token.
+        :raises BusPermissionDenied: the token is another credential's than `label`."""
+        inbox = f"{subjects.tenant_inbox(tenant)}.{label}.{secrets.token_hex(8)}"
+        denials: list[str] = []
+
+        def heard(kind: str, detail: str) -> None:
+            if kind == "denied":
+                denials.append(detail)
+
         bus = await Bus.connect(
-            url, name=f"client of {tenant}", inbox_prefix=inbox, user=tenant, password=token, tls=tls
+            url,
+            name=f"client of {tenant}",
+            inbox_prefix=inbox,
+            user=tenant,
+            password=token,
+            tls=tls,
+            on_event=heard,
         )
         client = cls(bus, tenant, scope)
         await bus.subscribe(f"{inbox}.s.*", client._hear)
         await bus.flush()
+        if denials:
+            await bus.close()
+            raise errors.BusPermissionDenied(
+                f"this token may not listen on {inbox}.>.",
+                field="label",
+                remedy="Name the label of the token's credential.",
+            )
         return client
 
     async def __aenter__(self) -> "Client":
