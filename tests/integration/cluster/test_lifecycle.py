@@ -1,0 +1,248 @@
+"""`prefixbus up` and the commands beside it, as a person types them."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cluster import Cluster, ask, chat
+from support.nats import eventually
+
+from prefixbus.cluster import deployment
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("lifecycle"), "--workers", "1")
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+def prefixbus(*arguments: str, state: Path, token: str = "", timeout: float = 18) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prefixbus", *arguments, "--state", str(state)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PREFIXBUS_TOKEN": token},
+    )
+
+
+def test_a_second_up_on_the_same_state_is_refused_and_names_the_first(running: Cluster) -> None:
+    done = prefixbus("up", state=running.state)
+
+    assert done.returncode == 1
+    assert f"pid {running.process.pid}" in done.stderr
+    assert "prefixbus down" in done.stderr
+
+
+def test_send_streams_an_answer(running: Cluster) -> None:
+    done = prefixbus("send", "What is a block?", "--max-tokens", "5", state=running.state, token=running.token)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "'completion_tokens': 5" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "arguments", "token", "says"),
+    [
+        ("no token", ["send", "x"], "", "PREFIXBUS_TOKEN"),
+        ("a wrong token", ["send", "x"], "wrong", "cannot connect"),
+        ("an unknown model", ["send", "x", "--model", "other"], None, "other"),
+        ("an unknown service", ["run", "rooter"], None, "tokenizer"),
+        ("an unknown policy", ["policy", "best"], None, "prefix-aware"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    running: Cluster, case: str, arguments: list[str], token: str | None, says: str
+) -> None:
+    done = prefixbus(*arguments, state=running.state, token=running.token if token is None else token)
+
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_status_shows_processes_and_workers(running: Cluster) -> None:
+    done = prefixbus("status", state=running.state)
+
+    assert done.returncode == 0, done.stderr
+    for word in ("tokenizer", "directory", "router", "auditor", "callout", "w1", "serving", "ready"):
+        assert word in done.stdout
+
+
+def test_the_policy_changes_without_a_restart(running: Cluster) -> None:
+    router = running.pid("router-1")
+
+    done = prefixbus("policy", "round-robin", state=running.state)
+
+    assert done.returncode == 0, done.stderr
+    assert running.pid("router-1") == router
+    assert prefixbus("policy", "prefix-aware", state=running.state).returncode == 0
+
+
+def test_init_on_a_complete_state_changes_nothing(running: Cluster) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (running.state / "creds").iterdir()}
+
+    done = prefixbus("init", state=running.state)
+
+    assert done.returncode == 0
+    assert "Nothing to do" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (running.state / "creds").iterdir()} == before
+
+
+def test_provision_on_a_running_cluster_changes_nothing(running: Cluster) -> None:
+    done = prefixbus("provision", state=running.state)
+
+    assert done.returncode == 0, done.stderr
+    assert "Nothing to do" in done.stderr
+
+
+def test_a_new_tenants_token_is_printed_once_and_stored_hashed(running: Cluster) -> None:
+    done = prefixbus("tenant", "acme", "--scope", "team-legal", state=running.state)
+
+    token = re.search(r"PREFIXBUS_TOKEN=(\S+)", done.stdout)
+    assert token, done.stderr
+    assert token[1] not in (running.state / "creds" / "tenants.json").read_text()
+    sent = prefixbus(
+        *("send", "x", "--tenant", "acme", "--scope", "team-legal", "--max-tokens", "3"),
+        state=running.state,
+        token=token[1],
+    )
+    assert sent.returncode == 0, sent.stderr
+
+
+async def test_one_more_copy_of_a_service_shares_the_work_and_leaves_in_order(running: Cluster) -> None:
+    extra = start([sys.executable, "-m", "prefixbus", "run", "router", "--state", str(running.state)])
+
+    def file() -> deployment.RunFile | None:
+        return next((file for file in deployment.run_files(running.state) if file.pid == extra.pid), None)
+
+    await eventually(lambda: file() is not None and running.is_ready(extra.pid), "the copy is ready", 15)
+    async with await running.client() as client:
+        for _ in range(20):
+            await asyncio.gather(*(ask(client, chat(f"question {n}", max_tokens=1)) for n in range(10)))
+            found = file()
+            assert found is not None
+            metrics = running.metrics_of(found)
+            if any(key.startswith("prefixbus_router_requests_total") and value for key, value in metrics.items()):
+                break
+        else:
+            pytest.fail("the copy got no work in 200 requests")
+        extra.terminate()
+        await ask(client, chat("after", max_tokens=1))
+    assert await asyncio.to_thread(extra.wait, 15) == 0
+
+
+async def test_one_more_worker_joins_a_running_cluster(running: Cluster) -> None:
+    ports = [deployment.free_port() for _ in range(3)]
+    place = deployment.Engine(
+        url=f"http://127.0.0.1:{ports[0]}",
+        events=f"tcp://127.0.0.1:{ports[1]}",
+        replay=f"tcp://127.0.0.1:{ports[2]}",
+    )
+    plan = deployment.Deployment(running.state, deployment.Options(workers=1), say=lambda line: None)
+    engine = start(plan.engine_command("w9", place))
+    extra = start(
+        [
+            *(sys.executable, "-m", "prefixbus", "run", "worker_bridge", "--state", str(running.state)),
+            *("--worker", "w9", "--engine-url", place.url, "--kv-events", place.events, "--kv-replay", place.replay),
+        ]
+    )
+    try:
+        await eventually(lambda: running.is_ready(extra.pid), "the bridge of w9 is ready", 15)
+        async with await running.client() as client:
+            for n in range(50):
+                await ask(client, chat(f"{n} something else every time " * 20, max_tokens=1))
+        bridge = next(file for file in deployment.run_files(running.state) if file.pid == extra.pid)
+        served = [key for key in running.metrics_of(bridge) if key.startswith("prefixbus_bridge_requests_total")]
+    finally:
+        extra.terminate()
+        status = await asyncio.to_thread(extra.wait, 15)
+        engine.terminate()
+        await asyncio.to_thread(engine.wait, 15)
+    assert status == 0
+    assert served, "the new worker got none of 50 requests"
+    assert (running.state / "creds" / "worker_bridge-w9.nk").exists()
+
+
+def start(command: list[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+async def test_a_crashed_service_is_started_again_and_said_so(running: Cluster) -> None:
+    pid = running.signal("tokenizer-1", signal.SIGKILL)
+
+    line = await asyncio.to_thread(running.wait_for_line, "tokenizer-1 ended (SIGKILL)", 10)
+
+    assert "started again in" in line
+    await eventually(lambda: running.is_ready_again("tokenizer-1", pid), "the tokenizer is back", 15)
+    async with await running.client() as client:
+        assert (await ask(client, chat("x", max_tokens=2))).text
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "down"])
+def test_the_end_takes_every_process_along(tmp_path: Path, way: str) -> None:
+    cluster = Cluster(tmp_path, "--workers", "1")
+    cluster.start()
+    pids = list(cluster.file.processes.values())
+    assert len(pids) == 8
+
+    if way == "down":
+        assert prefixbus("down", state=cluster.state).returncode == 0
+    else:
+        cluster.process.send_signal(signal.SIGINT)
+
+    assert cluster.process.wait(timeout=15) == 0
+    cluster.stop()
+    assert not [pid for pid in pids if is_running(pid)]
+    assert not (cluster.state / "cluster.json").exists()
+    assert prefixbus("status", state=cluster.state).returncode == 1
+
+
+def test_killing_up_leaves_no_process_behind(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "--workers", "1")
+    cluster.start()
+    pids = list(cluster.file.processes.values())
+
+    cluster.process.kill()
+
+    cluster.stop()
+    asyncio.run(eventually(lambda: not [pid for pid in pids if is_running(pid)], "all are gone"))
+    again = Cluster(tmp_path, "--workers", "1")
+    again.start()
+    assert again.stop() == 0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_cluster_json_tells_what_runs(running: Cluster) -> None:
+    content = json.loads((running.state / "cluster.json").read_text())
+
+    assert content["pid"] == running.process.pid
+    assert content["nats_url"].startswith("nats://127.0.0.1:")
+    assert set(content["processes"]) == {
+        *("nats-server", "engine-w1", "bridge-w1", "tokenizer-1", "directory-1", "router-1", "auditor-1", "callout-1")
+    }
+
+
+def test_help_shows_examples() -> None:
+    done = subprocess.run([sys.executable, "-m", "prefixbus", "--help"], capture_output=True, text=True, timeout=15)
+
+    assert done.returncode == 0
+    for command in ("prefixbus up", "prefixbus send", "prefixbus run router", "prefixbus demo"):
+        assert command in done.stdout

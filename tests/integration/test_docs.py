@@ -1,0 +1,21 @@
+"""What the documents say is what the code says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    done = subprocess.run([sys.executable, ROOT / "docs" / "generate.py", "--check"], timeout=18)
+
+    assert done.returncode == 0, "run: python docs/generate.py"
+
+
+def test_the_paths_that_the_readme_names_exist() -> None:
+    named = re.findall(r"`((?:services|infra|docs|tests)/[^`\s]*)`", (ROOT / "README.md").read_text())
+
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]
