@@ -1,0 +1,37 @@
+"""`make bench`: one JSON line a bench. Names as arguments run only those (`make bench ONLY=path,decide`)."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import decide_bench, index_bench, path_bench, tokenize_bench
+
+BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
+    "index_lookup": [index_bench.bench_index_lookup],
+    "index_apply": [index_bench.bench_index_apply],
+    "decide": [lambda: decide_bench.bench_decide(64), lambda: decide_bench.bench_decide(256)],
+    "key_chain": [tokenize_bench.bench_key_chain],
+    "tokenize": [tokenize_bench.bench_tokenize],
+    "path": [lambda: path_bench.bench_path(4096), lambda: path_bench.bench_path(230)],
+}
+
+
+def main(arguments: list[str]) -> int:
+    names = [name for argument in arguments for name in argument.split(",")] or list(BENCHES)
+    unknown = sorted(set(names) - set(BENCHES))
+    if unknown:
+        sys.stderr.write(f"no bench named {', '.join(unknown)}; there are {', '.join(BENCHES)}\n")
+        return 2
+    for name in names:
+        for bench in BENCHES[name]:
+            sys.stdout.write(json.dumps(bench()) + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
