@@ -21,16 +21,18 @@ from typing import Any, Literal
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import Client, _validate_subject
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
+from nats.protocol.command import hpub_cmd, pub_cmd
 
 from .errors import BusPermissionDenied, BusUnavailable, TooLarge
 
 Callback = Callable[[Msg], Awaitable[None]]
+Listener = Callable[[Msg], None]
 Start = Literal["new", "all", "last"]
 
 OVERSIZED_HEADERS = "Pb-Oversized"
@@ -65,9 +67,51 @@ _WRONG_LAST_SEQUENCE = 10071
 
 
 class _Client(Client):
-    """nats-py's client with two limits it does not have. Overrides of private methods; nats-py is pinned exactly."""
+    """nats-py's client with two limits it does not have, and two short cuts: what the read loop hands over at once, and
+    what is sent without waiting. Uses and overrides private members; nats-py is pinned exactly."""
 
     max_header_bytes = 16 * 1024
+
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._on_failure = on_failure
+        self._at_once: dict[int, Listener] = {}
+
+    def hand_over_at_once(self, sid: int, listener: "Listener") -> None:
+        """Messages of this subscription skip nats-py's queue and task: `listener` is called by the read loop."""
+        self._at_once[sid] = listener
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        listener = self._at_once.get(sid)
+        if listener is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        parsed = await self._process_headers(headers) if headers else None
+        try:
+            listener(self._build_message(sid, subject, reply, data, parsed))
+        except Exception as exc:
+            # The read loop serves every subscription: one listener's error must not end it.
+            self._on_failure(exc)
+
+    def send(self, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> None:
+        """`Client.publish` without its awaits, none of which can block: the flusher writes at the next turn of the
+        loop."""
+        _validate_subject(subject)
+        if reply:
+            _validate_subject(reply)
+        if not self.is_connected:
+            raise nats.errors.OutboundBufferLimitError
+        if len(payload) > self._max_payload:
+            raise nats.errors.MaxPayloadError
+        if headers is None:
+            command = pub_cmd(subject, reply, payload)
+        else:
+            lines = "".join(f"{name}: {_one_line(value)}\r\n" for name, value in headers.items())
+            command = hpub_cmd(subject, reply, f"NATS/1.0\r\n{lines}\r\n".encode(), payload)
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if self._flush_queue is not None and self._flush_queue.empty():
+            self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         if headers and len(headers) > self.max_header_bytes:
@@ -79,6 +123,11 @@ class _Client(Client):
         """Drops what was handed over before the connection was lost and not written yet."""
         self._pending = []
         self._pending_data_size = 0
+
+
+def _one_line(value: str) -> str:
+    """A header value cannot smuggle in another header."""
+    return value.replace("\r", " ").replace("\n", " ") if "\n" in value or "\r" in value else value
 
 
 class _Pending:
@@ -113,6 +162,10 @@ class Subscription:
                 await self._current.unsubscribe()
 
 
+async def _never_called(message: Msg) -> None:
+    """nats-py makes a subscription asynchronous by its callback; the read loop hands its messages over before that."""
+
+
 class Bus:
     """One connection to NATS. Make it with `Bus.connect`."""
 
@@ -127,7 +180,7 @@ class Bus:
         self._inbox = inbox_prefix
         self._max_header_bytes = max_header_bytes
         self._on_event = on_event
-        self._nc: _Client = _Client()
+        self._nc = self._new_client()
         self._subscriptions: list[Subscription] = []
         self._pending: dict[str, _Pending] = {}
         self._next_token = 0
@@ -196,11 +249,17 @@ class Bus:
     async def publish(
         self, subject: str, payload: bytes = b"", *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """At most once, to whoever listens now.
+        """`send`, for where a coroutine is wanted."""
+        self.send(subject, payload, reply=reply, headers=headers)
+
+    def send(
+        self, subject: str, payload: bytes = b"", *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """At most once, to whoever listens now; written at the next turn of the loop.
 
         :raises BusUnavailable: not connected; nothing was sent.   :raises TooLarge: over the server's max_payload."""
         try:
-            await self._nc.publish(subject, payload, reply, headers)
+            self._nc.send(subject, payload, reply, headers)
         except nats.errors.MaxPayloadError as exc:
             raise TooLarge(f"{len(payload)} bytes are over the bus's limit of {self._nc.max_payload}.") from exc
         except nats.errors.Error as exc:
@@ -229,7 +288,7 @@ class Bus:
         self._pending[token] = _Pending(subject, future)
         timer = loop.call_later(timeout_s, self._time_out, token, subject, timeout_s)
         try:
-            await self.publish(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
+            self.send(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
             message = await future
         finally:
             timer.cancel()
@@ -288,6 +347,21 @@ class Bus:
 
         return await self._add(Subscription(open_))
 
+    async def listen(self, subject: str, listener: Listener, *, queue: str = "") -> Subscription:
+        """Calls `listener` in the read loop itself, in order: for work of microseconds; other messages wait
+        meanwhile."""
+
+        async def late(message: Msg) -> None:
+            listener(message)
+
+        async def open_() -> NatsSubscription:
+            client = self._nc
+            subscription = await client.subscribe(subject, queue=queue, cb=late)
+            client.hand_over_at_once(subscription._id, listener)
+            return subscription
+
+        return await self._add(Subscription(open_))
+
     async def follow(
         self, stream: str, subject: str, callback: Callback, *, start: Start, after_seq: int = 0
     ) -> Subscription:
@@ -340,14 +414,18 @@ class Bus:
         state = "connected" if self.connected else "cut off"
         return f"<Bus {self._options['name']} {state}, {len(self._subscriptions)} subscriptions>"
 
+    def _new_client(self) -> _Client:
+        client = _Client(lambda exc: self._on_event("error", f"a listener failed: {exc!r}"))
+        client.max_header_bytes = self._max_header_bytes
+        return client
+
     async def _add(self, subscription: Subscription) -> Subscription:
         await subscription.start()
         self._subscriptions.append(subscription)
         return subscription
 
     async def _open_client(self) -> None:
-        client = _Client()
-        client.max_header_bytes = self._max_header_bytes
+        client = self._new_client()
 
         async def disconnected() -> None:
             client.discard_unsent()
@@ -383,7 +461,8 @@ class Bus:
             reason = last_error or str(exc) or type(exc).__name__
             raise BusUnavailable(f"cannot connect to {self._options['servers'][0]}: {reason}") from exc
         self._nc = client
-        await client.subscribe(f"{self._inbox}.*", cb=self._reply)
+        replies = await client.subscribe(f"{self._inbox}.*", cb=_never_called)
+        client.hand_over_at_once(replies._id, self._reply)
         for hook in self.on_new_client:
             await hook(client)
 
@@ -409,7 +488,7 @@ class Bus:
         for listener in self.on_connection_change:
             listener(connected)
 
-    async def _reply(self, message: Msg) -> None:
+    def _reply(self, message: Msg) -> None:
         pending = self._pending.get(message.subject[len(self._inbox) + 1 :])
         if pending is not None and not pending.future.done():
             pending.future.set_result(message)
