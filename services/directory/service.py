@@ -73,7 +73,7 @@ class Directory:
         for name, (text, read) in gauges.items():
             Gauge(f"prefixbus_directory_{name}", text, registry=registry).set_function(read)
 
-    async def lookup(self, message: Msg) -> None:
+    def lookup(self, message: Msg) -> None:
         """Answers one `Lookup` with `Holdings`."""
         started = time.perf_counter()
         try:
@@ -88,9 +88,9 @@ class Directory:
         suspect = [view.worker for view in self.ledger.views() if not view.complete]
         holdings = Holdings(messages.VERSION, merged, stored, suspect)
         self._lookup_seconds.observe(time.perf_counter() - started)
-        await self._publish(message.reply, messages.HOLDINGS.encode(holdings))
+        self._publish(message.reply, messages.HOLDINGS.encode(holdings))
 
-    async def load(self, message: Msg) -> None:
+    def load(self, message: Msg) -> None:
         """A worker's heartbeat."""
         try:
             load = messages.LOAD.decode(message.data)
@@ -100,7 +100,7 @@ class Directory:
         if load.worker != message.subject.rsplit(".", 1)[1]:
             self._rt.log.warning("a heartbeat of %s came on %s", load.worker, message.subject)
             return
-        await self._perform(self.ledger.heartbeat(load.worker, load.incarnation, load.event_seq, self._now()))
+        self._perform(self.ledger.heartbeat(load.worker, load.incarnation, load.event_seq, self._now()))
 
     async def events(self, message: Msg) -> None:
         """A worker's block changes, or a part of its dump."""
@@ -120,9 +120,9 @@ class Directory:
             effects = self.ledger.dump_chunk(
                 event.worker, event.incarnation, event.dump_id, event.part, event.parts, event.seq, event.runs, now
             )
-        await self._perform(effects)
+        self._perform(effects)
 
-    async def dispatched(self, message: Msg) -> None:
+    def dispatched(self, message: Msg) -> None:
         """A router announces a dispatch, or takes it back."""
         try:
             sent = messages.DISPATCHED.decode(message.data)
@@ -140,7 +140,7 @@ class Directory:
         if lifetime > 0:
             self.predictions.announce(name, view.slot, sent.ns_id, sent.keys, self._now() + lifetime)
 
-    async def outcome(self, message: Msg) -> None:
+    def outcome(self, message: Msg) -> None:
         """A request ended: its events are here or will be soon, or nothing will come."""
         try:
             outcome = messages.OUTCOME.decode(message.data)
@@ -157,7 +157,7 @@ class Directory:
         """Leases, expiry and sweeping, in slices that never hold the loop."""
         while True:
             now = self._now()
-            await self._perform(self.ledger.tick(now))
+            self._perform(self.ledger.tick(now))
             more = True
             while more:
                 more = self.predictions.expire(now, _SLICE) | self.index.sweep(_SLICE)
@@ -193,22 +193,22 @@ class Directory:
                 named.append(Level(depth, workers))
         return named
 
-    async def _perform(self, effects: Sequence[Effect]) -> None:
+    def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             self._leases.labels(type(effect).__name__).inc()
             match effect:
                 case AskDump(worker, incarnation, reason):
                     self._dumps.labels(reason).inc()
                     request = messages.DumpRequest(messages.VERSION, incarnation, reason)
-                    await self._publish(subjects.control(worker, "dump"), messages.DUMP_REQUEST.encode(request))
+                    self._publish(subjects.control(worker, "dump"), messages.DUMP_REQUEST.encode(request))
                 case WorkerLost(worker) | WorkerSuspect(worker):
                     self._rt.log.warning("worker %s: %s", worker, type(effect).__name__)
                 case _:
                     self._rt.log.info("worker %s: %s", effect.worker, type(effect).__name__)
 
-    async def _publish(self, subject: str, payload: bytes) -> None:
+    def _publish(self, subject: str, payload: bytes) -> None:
         try:
-            await self._rt.bus.publish(subject, payload)
+            self._rt.bus.send(subject, payload)
         except (BusUnavailable, BusPermissionDenied) as exc:
             # Look-ups are answered again by whoever is asked next; dumps are asked for again by the ledger.
             self._rt.caught(exc, "not published", subject=subject)
@@ -222,13 +222,13 @@ async def run(rt: Runtime) -> None:
     """Runs until `rt.stopping`. :raises BusUnavailable: the event stream is not there."""
     directory = Directory(rt)
     rt.bus.on_connection_change.append(directory.connection_changed)
-    await rt.bus.subscribe(subjects.ALL_LOAD, directory.load)
-    await rt.bus.subscribe(subjects.DISPATCHED, directory.dispatched)
-    await rt.bus.subscribe(subjects.ALL_OUTCOME, directory.outcome)
+    await rt.bus.listen(subjects.ALL_LOAD, directory.load)
+    await rt.bus.listen(subjects.DISPATCHED, directory.dispatched)
+    await rt.bus.listen(subjects.ALL_OUTCOME, directory.outcome)
     await rt.bus.follow(subjects.STREAM_KV_EVENTS, subjects.kv(SHARD, "*"), directory.events, start="new")
     rt.task_group.start_soon(directory.keep_time)
     await directory.catch_up()
-    lookups = await rt.bus.subscribe(subjects.lookup(SHARD), directory.lookup, queue="directory")
+    lookups = await rt.bus.listen(subjects.lookup(SHARD), directory.lookup, queue="directory")
     rt.ready()
     await rt.stopping.wait()
     await lookups.drain()

@@ -162,11 +162,11 @@ class Desk:
         if len(self.answered) > REMEMBER_ANSWERED:
             del self.answered[next(iter(self.answered))]
 
-    async def abort(self, worker: str, request_id: str, attempt: int, *, reply: str = "") -> None:
+    def abort(self, worker: str, request_id: str, attempt: int, *, reply: str = "") -> None:
         """Tells a worker to stop an attempt; its answer, if wanted, goes to `reply`."""
         payload = ABORT.encode(Abort(VERSION, request_id, attempt))
         with contextlib.suppress(BusUnavailable):
-            await self.bus.publish(subjects.control(worker, "abort"), payload, reply=reply)
+            self.bus.send(subjects.control(worker, "abort"), payload, reply=reply)
 
     def idle(self) -> list[str]:
         """What is left when all requests have ended: nothing, or the books do not balance."""
@@ -288,9 +288,9 @@ class Request:
                     await self._answer()
                 case Effect.ABORT_STALE:
                     if self._stale is not None:
-                        await self._desk.abort(self._stale.worker, self._stale.request_id, self._stale.attempt)
+                        self._desk.abort(self._stale.worker, self._stale.request_id, self._stale.attempt)
                 case Effect.ABORT:
-                    await self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
+                    self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
 
     async def _look_up(self) -> Holdings | None:
         """None when the directory did not answer: the request is decided blind."""
@@ -388,7 +388,7 @@ class Request:
             self._start("keepalive", FIRST_KEEPALIVE_S, self._keepalive_is_due)
         reply = f"{desk.bus.inbox_prefix}.{DISPATCHES}.{route.request_id}.{attempts.attempt}"
         try:
-            await desk.bus.publish(subjects.work(attempts.worker), DISPATCH.encode(dispatch), reply=reply)
+            desk.bus.send(subjects.work(attempts.worker), DISPATCH.encode(dispatch), reply=reply)
         except BusUnavailable:
             return attempts.unreachable(attempts.attempt)
         except PrefixbusError as exc:
@@ -405,7 +405,7 @@ class Request:
         timeout_s = desk.settings.accept_timeout_ms / 1000
         self._start("silent", timeout_s, functools.partial(self._silence_is_due, attempts.attempt))
         reply = f"{desk.bus.inbox_prefix}.{ABORTS}.{self._route.request_id}.{attempts.attempt}"
-        await desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
+        desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
 
     async def _take_back(self) -> None:
         self._stop("silent")
@@ -427,7 +427,7 @@ class Request:
             expires_at=expires_at,
         )
         with contextlib.suppress(BusUnavailable):
-            await self._desk.bus.publish(subjects.DISPATCHED, DISPATCHED.encode(announced))
+            self._desk.bus.send(subjects.DISPATCHED, DISPATCHED.encode(announced))
 
     async def _answer(self) -> None:
         """The final frame, with the error the request ends with."""
@@ -442,7 +442,7 @@ class Request:
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(RETRY_AFTER_S)
         try:
-            await self._desk.bus.publish(self._route.reply, b"", headers=headers)
+            self._desk.bus.send(self._route.reply, b"", headers=headers)
         except BusUnavailable as exc:
             self._desk.rt.caught(exc, "an answer could not be sent", request_id=self._route.request_id)
 
@@ -456,7 +456,7 @@ class Request:
         self.attempts.error = self.attempts.error or Unavailable("The router is going away.")
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1.0):
             if self.attempts.worker:
-                await self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
+                self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
             await self._answer()
 
     def _start(self, timer: str, seconds: float, due: Callable[[], None]) -> None:
@@ -494,7 +494,7 @@ class Request:
             job = JOB.decode(self._route.job)
             label = self._route.client_request_id
             body = frames.keepalive(job.kind, self._route.model, label, job.created_at)
-            await self._desk.bus.publish(self._route.reply, body, headers=frames.keepalive_headers(label))
+            self._desk.bus.send(self._route.reply, body, headers=frames.keepalive_headers(label))
             self._desk.metrics.keepalives.inc()
         except PrefixbusError as exc:
             self._desk.rt.caught(exc, "a keep-alive could not be sent", request_id=self._route.request_id)

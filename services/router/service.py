@@ -34,15 +34,15 @@ async def run(rt: Runtime) -> None:
     rt.bus.on_connection_change.append(wires.connection_changed)
     rt.task_group.start_soon(wires.sweep)
     rt.task_group.start_soon(desk.recorder.write_all)
-    await rt.bus.subscribe(subjects.ALL_LOAD, wires.load)
-    await rt.bus.subscribe(subjects.DISPATCHED, wires.dispatched)
-    await rt.bus.subscribe(subjects.ALL_OUTCOME, wires.outcome)
-    await rt.bus.subscribe(subjects.ALL_CANCEL, wires.cancel)
-    await rt.bus.subscribe(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
-    await rt.bus.subscribe(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
+    await rt.bus.listen(subjects.ALL_LOAD, wires.load)
+    await rt.bus.listen(subjects.DISPATCHED, wires.dispatched)
+    await rt.bus.listen(subjects.ALL_OUTCOME, wires.outcome)
+    await rt.bus.listen(subjects.ALL_CANCEL, wires.cancel)
+    await rt.bus.listen(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
+    await rt.bus.listen(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
     await rt.bus.follow(POLICY_STREAM, POLICY_SUBJECT, wires.new_policy, start="last")
     await anyio.sleep(LEARN_S)
-    requests = await rt.bus.subscribe(subjects.ALL_ROUTE, wires.route, queue=QUEUE_GROUP)
+    requests = await rt.bus.listen(subjects.ALL_ROUTE, wires.route, queue=QUEUE_GROUP)
     rt.ready()
     await rt.stopping.wait()
     await requests.drain()
@@ -57,7 +57,7 @@ class Wires:
         self._desk = desk
         self._rt = desk.rt
 
-    async def route(self, message: Msg) -> None:
+    def route(self, message: Msg) -> None:
         try:
             route = ROUTE.decode(message.data)
         except PrefixbusError as exc:
@@ -65,7 +65,7 @@ class Wires:
             return
         self._rt.task_group.start_soon(self._desk.serve, route)
 
-    async def load(self, message: Msg) -> None:
+    def load(self, message: Msg) -> None:
         try:
             load = LOAD.decode(message.data)
         except PrefixbusError as exc:
@@ -77,7 +77,7 @@ class Wires:
             if lost is not None:
                 self._desk.lost(lost)
 
-    async def dispatched(self, message: Msg) -> None:
+    def dispatched(self, message: Msg) -> None:
         try:
             announced = DISPATCHED.decode(message.data)
         except PrefixbusError as exc:
@@ -86,7 +86,7 @@ class Wires:
         if announced.router != self._rt.instance:
             self._desk.dispatched(announced)
 
-    async def outcome(self, message: Msg) -> None:
+    def outcome(self, message: Msg) -> None:
         try:
             outcome = OUTCOME.decode(message.data)
         except PrefixbusError as exc:
@@ -95,7 +95,7 @@ class Wires:
         if message.subject == subjects.outcome(outcome.worker, outcome.request_id):
             self._desk.outcome(outcome)
 
-    async def cancel(self, message: Msg) -> None:
+    def cancel(self, message: Msg) -> None:
         try:
             tenant, client_request_id = subjects.parse_cancel(message.subject)
         except PrefixbusError as exc:
@@ -103,7 +103,7 @@ class Wires:
             return
         self._desk.cancelled(tenant, client_request_id)
 
-    async def accept(self, message: Msg) -> None:
+    def accept(self, message: Msg) -> None:
         """A bridge's answer to a dispatch, or the server's, that nobody listens there."""
         request, request_id, attempt = self._asked(message)
         if _nobody_listens(message):
@@ -119,9 +119,9 @@ class Wires:
             request.post(functools.partial(request.hear_accept, accept))
         elif request_id in self._desk.answered and accept.refused in ("", STARTED):
             # The client has been told that it failed: whoever still works on it should stop.
-            await self._desk.abort(accept.worker, request_id, accept.attempt)
+            self._desk.abort(accept.worker, request_id, accept.attempt)
 
-    async def aborted(self, message: Msg) -> None:
+    def aborted(self, message: Msg) -> None:
         """A bridge's answer to an abort, or the server's."""
         request, _, attempt = self._asked(message)
         if request is None:

@@ -145,7 +145,7 @@ class Tokenizer:
         async with anyio.create_task_group() as beside:
             beside.start_soon(self._tend)
             statuses = await rt.bus.subscribe(f"{self._no_router}.*", self._nobody_routes)
-            await rt.bus.subscribe(subjects.ALL_OUTCOME, self._answer_ended)
+            await rt.bus.listen(subjects.ALL_OUTCOME, self._answer_ended)
             async with anyio.create_task_group() as self._tasks:
                 requests = await rt.bus.subscribe(subjects.ALL_INFER, self.arrived, queue=SERVICE)
                 rt.ready(self.not_ready_because)
@@ -338,7 +338,7 @@ class Tokenizer:
         except PrefixbusError as exc:
             self._rt.caught(exc, "a client could not be told", request_id=routed.label)
 
-    async def _answer_ended(self, message: Msg) -> None:
+    def _answer_ended(self, message: Msg) -> None:
         try:
             outcome = OUTCOME.decode(message.data)
         except MessageInvalid as exc:

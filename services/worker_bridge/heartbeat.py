@@ -83,7 +83,7 @@ class Heartbeat:
             return
         sent_at = self._tried_at = self._clock.now()
         try:
-            await self._bus.publish(self._subject, message)
+            self._bus.send(self._subject, message)
         except BusUnavailable:
             self.skipped += 1
             return

@@ -94,7 +94,7 @@ class KvFeed:
 
     async def _send(self, message: KvEvents | KvDump) -> None:
         try:
-            await self._bus.publish(self._subject, KV.encode(message))
+            self._bus.send(self._subject, KV.encode(message))
         except BusUnavailable:
             self.unsent += 1
 

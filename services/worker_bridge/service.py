@@ -8,15 +8,14 @@ Must not know: how vLLM is spoken to (engine, vllm_events), who may run (vetting
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from nats.aio.msg import Msg
 
 from ..bus import blockkeys, identity, messages, namespace, revision, subjects
 from ..bus.config import ModelSection
+from ..bus.connection import Listener
 from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
 from ..bus.messages import VERSION, Accept, Dispatch, Fact, Job, Load
 from ..bus.runtime import DRAIN_S, Runtime
@@ -31,8 +30,6 @@ from .outbox import Outbox
 from .stream import SERVICE, STARTED, Started, Streams, Told
 from .vetting import Refusal, vet
 from .vllm_events import Endpoints
-
-Handler = Callable[[Msg], Coroutine[Any, Any, None]]
 
 # A lapsed lease is noticed here before anyone else may act on it: the slack covers a report's way to its listeners.
 _LEASE_SLACK_S = 0.5
@@ -215,20 +212,20 @@ class Bridge:
             self.streams.gone_subjects: self._on_client_gone,
         }
         for subject, handler in handlers.items():
-            await self._rt.bus.subscribe(subject, self._guarded(handler))
+            await self._rt.bus.listen(subject, self._guarded(handler))
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def _guarded(self, handler: Listener) -> Listener:
         """The edge of the service: one bad message must not end a subscription."""
 
-        async def guarded(message: Msg) -> None:
+        def guarded(message: Msg) -> None:
             try:
-                await handler(message)
+                handler(message)
             except Exception as exc:
                 self._rt.caught(exc, f"message on {message.subject}")
 
         return guarded
 
-    async def _on_work(self, message: Msg) -> None:
+    def _on_work(self, message: Msg) -> None:
         dispatch = messages.DISPATCH.decode(message.data)
         job = messages.JOB.decode(dispatch.job)
         refusal = vet(
@@ -241,7 +238,7 @@ class Bridge:
         now = self._rt.clock.now()
         if refusal is not None:
             self._record_refusal(job, refusal)
-            await self._answer(message, dispatch, Verdict(refusal.code, self.admission.queue_ms(now), 0))
+            self._answer(message, dispatch, Verdict(refusal.code, self.admission.queue_ms(now), 0))
             return
         # Our own keys, not the dispatch's: what we hold is told by what was really asked.
         keys = blockkeys.chain(job.tokens, self._section.block_size, namespace.seed(dispatch.ns_id))
@@ -250,7 +247,7 @@ class Bridge:
         verdict = self.admission.offer(offer, now, self._rt.clock.wall())
         if verdict.stop is not None:
             self.streams.stop(verdict.stop, Cancelled("Superseded by a newer attempt."), Told.NOBODY)
-        told = await self._answer(message, dispatch, verdict)
+        told = self._answer(message, dispatch, verdict)
         if verdict.start is None:
             return
         if not told:
@@ -287,7 +284,7 @@ class Bridge:
             deadline_at=job.deadline_at,
         )
 
-    async def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:
+    def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:
         """Whether the router could be told."""
         if verdict.refused:
             self.metrics.refused(verdict.refused)
@@ -303,7 +300,7 @@ class Bridge:
         )
         try:
             if message.reply:
-                await self._rt.bus.publish(message.reply, messages.ACCEPT.encode(accept))
+                self._rt.bus.send(message.reply, messages.ACCEPT.encode(accept))
         except BusUnavailable:
             return False
         return True
@@ -328,21 +325,21 @@ class Bridge:
         name = f"{refusal.fact}-{self.life.record.boot}-{self._refused_facts}"
         self._outbox.put(subjects.audit(SERVICE, self._worker), messages.FACT.encode(fact), name)
 
-    async def _on_ping(self, message: Msg) -> None:
+    def _on_ping(self, message: Msg) -> None:
         if not self.life.is_own_ping(message.data):
-            await self._reply(message)
+            self._reply(message)
 
-    async def _on_dump(self, message: Msg) -> None:
+    def _on_dump(self, message: Msg) -> None:
         request = messages.DUMP_REQUEST.decode(message.data)
         if request.incarnation != self.life.incarnation:
-            await self._reply(message, "This is another incarnation.")
+            self._reply(message, "This is another incarnation.")
             return
         self._feed.ask_dump()
-        await self._reply(message)
+        self._reply(message)
 
-    async def _on_reset(self, message: Msg) -> None:
+    def _on_reset(self, message: Msg) -> None:
         # It may take the engine a while: other control messages must not wait for it.
-        self._rt.task_group.start_soon(self._guarded(self._reset), message)
+        self._rt.task_group.start_soon(self._reset, message)
 
     async def _reset(self, message: Msg) -> None:
         clears = self.index.clears
@@ -357,29 +354,31 @@ class Bridge:
             # An idle engine does not announce it: we do, unless its own announcement has overtaken the answer.
             if self.index.clears == clears:
                 self._feed.add(self.index.clear())
-        await self._reply(message, error)
+        self._reply(message, error)
 
-    async def _on_abort(self, message: Msg) -> None:
+    def _on_abort(self, message: Msg) -> None:
         """Answers how far the attempt was: nothing published (empty), `started`, or `ended` (all was said already)."""
         abort = messages.ABORT.decode(message.data)
         ticket = self.admission.stop_attempt(abort.request_id, abort.attempt, self._rt.clock.now())
         stage = "ended" if self.admission.has_ended(abort.request_id, abort.attempt) else ""
         if ticket is not None and self.streams.stop(ticket, Cancelled("Stopped by the router."), Told.NOBODY):
             stage = STARTED
-        await self._reply(message, stage)
+        self._reply(message, stage)
 
-    async def _on_cancel(self, message: Msg) -> None:
+    def _on_cancel(self, message: Msg) -> None:
         tenant, client_request_id = subjects.parse_cancel(message.subject)
         for ticket in self.admission.cancel(tenant, client_request_id, self._rt.clock.now()):
             self.streams.stop(ticket, Cancelled())
 
-    async def _on_client_gone(self, message: Msg) -> None:
+    def _on_client_gone(self, message: Msg) -> None:
         if message.headers and message.headers.get("Status") == "503":
             self.streams.client_gone(message.subject)
 
-    async def _reply(self, message: Msg, error: str = "") -> None:
-        if message.reply:
-            await self._rt.bus.publish(message.reply, reply_of(self.life, error))
+    def _reply(self, message: Msg, error: str = "") -> None:
+        # Whoever asks over a bus that is cut asks again.
+        with contextlib.suppress(BusUnavailable):
+            if message.reply:
+                self._rt.bus.send(message.reply, reply_of(self.life, error))
 
     # --- its end, and its numbers ---
 

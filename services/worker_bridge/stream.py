@@ -307,7 +307,7 @@ class Attempt:
         job = self._job
         body = frames.keepalive(job.kind, job.namespace.model, job.request_id, job.created_at)
         try:
-            await self._streams.bus.publish(
+            self._streams.bus.send(
                 job.reply,
                 body,
                 headers=frames.keepalive_headers(self._label),
@@ -387,7 +387,7 @@ class Attempt:
             ticket.held_blocks,
         )
         if self._started.reply:
-            await streams.bus.publish(self._started.reply, ACCEPT.encode(accept))
+            streams.bus.send(self._started.reply, ACCEPT.encode(accept))
 
     async def _send(self, body: bytes) -> None:
         streams = self._streams
@@ -399,7 +399,7 @@ class Attempt:
             self._probed_at = now
         headers = frames.chunk_headers(self._label, seq=self._seq, attempt=self.ticket.attempt)
         try:
-            await streams.bus.publish(self._job.reply, body, headers=headers, reply=reply)
+            streams.bus.send(self._job.reply, body, headers=headers, reply=reply)
         except BusUnavailable:
             streams.metrics.frames_dropped.inc()
             raise
@@ -470,7 +470,7 @@ class Attempt:
             headers = frames.final_headers(self._label, seq=self._seq, attempt=attempt)
         else:
             headers = frames.error_headers(error, self._label, seq=self._seq, attempt=attempt)
-        await self._streams.bus.publish(self._job.reply, b"", headers=headers)
+        self._streams.bus.send(self._job.reply, b"", headers=headers)
 
     async def _until_connected(self) -> None:
         """Until the bus is there, or nobody waits for this request any more."""

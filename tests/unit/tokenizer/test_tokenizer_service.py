@@ -73,6 +73,12 @@ class FakeBus:
         self._changed.set()
         return FakeSubscription()
 
+    async def listen(self, subject: str, listener: Callable[[Msg], None], *, queue: str = "") -> FakeSubscription:
+        async def callback(message: Msg) -> None:
+            listener(message)
+
+        return await self.subscribe(subject, callback, queue=queue)
+
     async def flush(self) -> None:
         pass
 
