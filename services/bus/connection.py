@@ -38,6 +38,8 @@ Start = Literal["new", "all", "last"]
 OVERSIZED_HEADERS = "Pb-Oversized"
 _RECONNECT_WAIT_S = 0.25
 _IDLE_HEARTBEAT_S = 0.5
+# Below the inbox: nats-py puts its own consumers' inboxes directly there, and would hand each of their messages twice.
+_REPLIES = "r"
 _DELIVER: dict[str, DeliverPolicy] = {
     "new": DeliverPolicy.NEW,
     "all": DeliverPolicy.ALL,
@@ -146,17 +148,24 @@ class Subscription:
     def __init__(self, open_: Callable[[], Awaitable[NatsSubscription]]) -> None:
         self._open = open_
         self._current: NatsSubscription | None = None
+        self.ended = False
 
     async def start(self) -> None:
-        self._current = await self._open()
+        """:raises BusUnavailable: the client cannot subscribe now."""
+        try:
+            self._current = await self._open()
+        except (nats.errors.Error, APIError, OSError, TimeoutError) as exc:
+            raise BusUnavailable(f"a subscription cannot be made: {exc or type(exc).__name__}") from exc
 
     async def drain(self) -> None:
         """Takes no new messages; returns when those already here have been handed to the callback."""
+        self.ended = True
         if self._current is not None:
             with contextlib.suppress(nats.errors.Error):
                 await self._current.drain()
 
     async def unsubscribe(self) -> None:
+        self.ended = True
         if self._current is not None:
             with contextlib.suppress(nats.errors.Error):
                 await self._current.unsubscribe()
@@ -282,13 +291,13 @@ class Bus:
         :raises BusUnavailable: nobody listens, no reply in time, or not connected.
         :raises BusPermissionDenied: this connection may not publish there."""
         self._next_token += 1
-        token = f"r{self._next_token:x}"
+        token = f"{self._next_token:x}"
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Msg] = loop.create_future()
         self._pending[token] = _Pending(subject, future)
         timer = loop.call_later(timeout_s, self._time_out, token, subject, timeout_s)
         try:
-            self.send(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
+            self.send(subject, payload, reply=f"{self._inbox}.{_REPLIES}.{token}", headers=headers)
             message = await future
         finally:
             timer.cancel()
@@ -330,7 +339,10 @@ class Bus:
                 failure = exc
         else:
             raise failure
-        ack = _ack_decoder.decode(reply.data)
+        try:
+            ack = _ack_decoder.decode(reply.data)
+        except msgspec.MsgspecError as exc:
+            raise BusUnavailable(f"{subject}: the acknowledgement cannot be read: {exc}") from exc
         if ack.error is not None:
             if ack.error.get("err_code") == _WRONG_LAST_SEQUENCE:
                 raise WrongSequence(f"{subject}: {ack.error.get('description')}")
@@ -382,25 +394,17 @@ class Bus:
                 policy = DeliverPolicy.BY_START_SEQUENCE
             else:
                 policy = _DELIVER[start]
-            try:
-                return await self.jetstream.subscribe(
-                    subject,
-                    stream=stream,
-                    cb=deliver,
-                    config=config,
-                    deliver_policy=policy,
-                    ordered_consumer=True,
-                    idle_heartbeat=_IDLE_HEARTBEAT_S,
-                )
-            except (APIError, nats.errors.Error) as exc:
-                raise BusUnavailable(f"stream {stream}: {exc or type(exc).__name__}") from exc
+            return await self.jetstream.subscribe(
+                subject,
+                stream=stream,
+                cb=deliver,
+                config=config,
+                deliver_policy=policy,
+                ordered_consumer=True,
+                idle_heartbeat=_IDLE_HEARTBEAT_S,
+            )
 
         return await self._add(Subscription(open_))
-
-    async def drain(self) -> None:
-        """Takes no new messages and lets callbacks of those already here end."""
-        for subscription in self._subscriptions:
-            await subscription.drain()
 
     async def close(self) -> None:
         self._closing = True
@@ -446,7 +450,9 @@ class Bus:
 
         async def failed(error: Exception) -> None:
             nonlocal last_error
-            last_error = str(error) or type(error).__name__
+            # A server that refuses us also drops the connection: the refusal says more.
+            if not last_error or isinstance(error, nats.errors.Error):
+                last_error = str(error) or type(error).__name__
             self._heard_error(error)
 
         connecting = client.connect(
@@ -461,35 +467,40 @@ class Bus:
             reason = last_error or str(exc) or type(exc).__name__
             raise BusUnavailable(f"cannot connect to {self._options['servers'][0]}: {reason}") from exc
         self._nc = client
-        replies = await client.subscribe(f"{self._inbox}.*", cb=_never_called)
+        replies = await client.subscribe(f"{self._inbox}.{_REPLIES}.*", cb=_never_called)
         client.hand_over_at_once(replies._id, self._reply)
         for hook in self.on_new_client:
             await hook(client)
 
     async def _revive(self) -> None:
-        """Makes a new client, with all subscriptions, after nats-py has given up on the old one."""
+        """Makes a new client, with all subscriptions, after nats-py has given up on the old one.
+
+        A client that is not whole is closed again: what it has would be heard twice after the next try."""
         delay = _RECONNECT_WAIT_S
         while not self._closing:
             try:
                 await self._open_client()
+                self._subscriptions = [each for each in self._subscriptions if not each.ended]
                 for subscription in self._subscriptions:
                     await subscription.start()
-            except BusUnavailable as exc:
-                self._on_event("error", exc.message)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 2.0)
-            else:
-                self._reviving = None
-                self._on_event("recreated", "")
-                self._tell(True)
-                return
+                if not self._nc.is_closed:
+                    break
+            except (BusUnavailable, nats.errors.Error, OSError, TimeoutError) as exc:
+                self._on_event("error", f"making the connection anew: {exc or type(exc).__name__}")
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._nc.close()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
+        self._reviving = None
+        self._on_event("recreated", "")
+        self._tell(True)
 
     def _tell(self, connected: bool) -> None:
         for listener in self.on_connection_change:
             listener(connected)
 
     def _reply(self, message: Msg) -> None:
-        pending = self._pending.get(message.subject[len(self._inbox) + 1 :])
+        pending = self._pending.get(message.subject.rsplit(".", 1)[1])
         if pending is not None and not pending.future.done():
             pending.future.set_result(message)
 

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats.errors
 import pytest
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
 from support.nats import NatsServer, eventually
 
 from prefixbus.bus import subjects
@@ -153,6 +155,46 @@ async def test_a_client_that_nats_py_closed_for_good_is_made_anew_with_its_subsc
     await router.flush()
     await bridge.publish(W1_LOAD, b"after")
     await eventually(lambda: heard == [b"after"], "the subscription lives on")
+
+
+async def test_a_new_client_whose_subscriptions_fail_is_given_up_and_tried_again(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+    subscription = await router.subscribe(subjects.ALL_LOAD, lambda message: note(message.data))
+    whole = subscription._open
+    failures: list[Exception] = [nats.errors.ConnectionClosedError(), BusUnavailable("no stream yet")]
+
+    async def note(data: bytes) -> None:
+        heard.append(data)
+
+    async def fails_twice() -> NatsSubscription:
+        if failures:
+            raise failures.pop(0)
+        return await whole()
+
+    subscription._open = fails_twice
+    await router.client._process_err("'user authentication expired'")
+
+    await eventually(lambda: router.connected and not failures and router._reviving is None, "the third client stands")
+    await router.flush()
+    await bridge.publish(W1_LOAD, b"after")
+    await eventually(lambda: heard == [b"after"], f"heard once: {heard}")
+
+
+async def test_messages_of_a_stream_come_once(server: NatsServer) -> None:
+    directory, bridge = await server.bus("directory"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await directory.follow(subjects.STREAM_KV_EVENTS, subjects.kv(0, "*"), hear, start="new")
+    before = directory.client.stats["in_msgs"]
+    for n in range(50):
+        await bridge.publish_acked(subjects.kv(0, "w1"), str(n).encode())
+    await eventually(lambda: len(heard) == 50, "all are heard")
+
+    assert directory.client.stats["in_msgs"] - before < 60, "beside them only heartbeats of the consumer"
 
 
 async def test_a_first_connection_that_cannot_be_made_says_why(server: NatsServer) -> None:
