@@ -85,21 +85,20 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True):
-    """These workers hold the first `depth` blocks, and no more; `predicted` of them are announced, not yet stored."""
+    """These workers hold the first `depth` blocks, and no more."""
 
     depth: int
     workers: list[str]
 
 
 class Holdings(msgspec.Struct, frozen=True, array_like=True):
-    """Directory -> router: levels, deepest first, each worker once, at its own depth.
+    """Directory -> router: levels, deepest first, each worker once, at its own depth; announced blocks count as held.
 
-    `levels` counts announced blocks as held; `stored` only what engines reported."""
+    `incomplete` are workers whose story has holes: what is said of them is less to be trusted."""
 
     v: int
     levels: list[Level]
-    stored: list[Level]
-    suspect: list[str] = []
+    incomplete: list[str] = []
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True):

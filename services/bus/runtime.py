@@ -17,13 +17,14 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 import uvloop
 from aiohttp import web
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.micro import add_service
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -32,9 +33,11 @@ from . import config as config_module
 from . import secretfile, subjects
 from .clock import Clock, RealClock
 from .config import Config
-from .connection import Bus
+from .connection import Bus, Listener, Subscription
 from .errors import PrefixbusError
+from .messages import Wire
 
+T = TypeVar("T")
 Run = Callable[["Runtime"], Awaitable[None]]
 DRAIN_S = 20.0
 
@@ -89,6 +92,33 @@ class Runtime:
 
     def not_ready_because(self) -> str:
         return self._ready_check() or ("" if self.bus.connected else "cut off from the bus")
+
+    async def listen(
+        self, subject: str, wire: Wire[T], handle: Callable[[T, Msg], None], *, queue: str = ""
+    ) -> Subscription:
+        """Calls `handle` with each message of this type, in the read loop (see `Bus.listen`).
+
+        The edge of the service: what is not of this type, and whatever the handler raises, is counted, logged and
+        dropped; the next message is served."""
+
+        def heard(message: Msg) -> None:
+            try:
+                handle(wire.decode(message.data), message)
+            except Exception as exc:
+                self.caught(exc, "a message was dropped", subject=message.subject)
+
+        return await self.bus.listen(subject, heard, queue=queue)
+
+    async def listen_plain(self, subject: str, handle: Listener, *, queue: str = "") -> Subscription:
+        """`listen`, for messages whose subject or headers say it all."""
+
+        def heard(message: Msg) -> None:
+            try:
+                handle(message)
+            except Exception as exc:
+                self.caught(exc, "a message was dropped", subject=message.subject)
+
+        return await self.bus.listen(subject, heard, queue=queue)
 
     def purpose_key(self, purpose: str) -> bytes:
         """The key of one purpose, from the state directory (see bus.secretfile)."""

@@ -313,6 +313,10 @@ class Ledger:
         """All workers with a lease, the suspect among them."""
         return (record.view() for record in self._leased.values())
 
+    def incomplete(self) -> list[str]:
+        """Workers with a lease whose story has holes."""
+        return [record.name for record in self._leased.values() if not record.complete]
+
     def worker_at(self, slot: int) -> str | None:
         """Whose slot it is; None if it is closed or holds a dump that is not whole."""
         return self._worker_at.get(slot)

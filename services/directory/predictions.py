@@ -8,17 +8,8 @@ An announcement says what a request's prefill will leave behind: the chain, or o
 (cheaper, and the same to a lookup). It ends by `drop` (the outcome is known), by expiry, or with its worker's slot."""
 
 import heapq
-from typing import NamedTuple
 
-from .index import Index, Levels, Slots
-
-
-class Answer(NamedTuple):
-    """A slot's depth in `merged` counts what is announced, in `real` only what was reported; the difference is
-    predicted. Both are the same object where nothing is announced."""
-
-    real: Levels
-    merged: Levels
+from .index import NOTHING, Index, Levels, Slots
 
 
 class _Prediction:
@@ -121,13 +112,10 @@ class Predictions:
                 self.drop(request_id)
         return bool(self._closing or (self._due and self._due[0][0] <= now))
 
-    def lookup(self, index: Index, ns_id: bytes, keys: bytes | memoryview) -> Answer:
-        """The index's levels, without and with what is announced."""
-        real = index.lookup(ns_id, keys)
+    def lookup(self, index: Index, ns_id: bytes, keys: bytes | memoryview) -> Levels:
+        """The index's levels, with what is announced counted as held."""
         counted = self._namespaces.get(ns_id)
-        if counted is None:
-            return Answer(real, real)
-        return Answer(real, index.lookup(ns_id, keys, counted.masks))
+        return index.lookup(ns_id, keys, counted.masks if counted is not None else NOTHING)
 
     def _follow_one(self) -> int:
         """Move or drop the oldest announcement of the slot closed first; returns the blocks that took.

@@ -15,8 +15,8 @@ from nats.aio.msg import Msg
 from prometheus_client import Counter, Gauge, Histogram
 
 from ..bus import messages, subjects
-from ..bus.errors import BusPermissionDenied, BusUnavailable, PrefixbusError
-from ..bus.messages import Holdings, Level
+from ..bus.errors import BadSubject, BusUnavailable, PrefixbusError
+from ..bus.messages import Dispatched, Holdings, Level, Load, Lookup, Outcome
 from ..bus.runtime import Runtime
 from .index import Index, Levels, Slots
 from .ledger import AskDump, Effect, Ledger, Rules, WorkerLost, WorkerSuspect
@@ -67,50 +67,32 @@ class Directory:
             "workers": ("Workers with a lease.", lambda: sum(1 for _ in self.ledger.views())),
             "incomplete_workers": (
                 "Workers whose story has holes.",
-                lambda: sum(not view.complete for view in self.ledger.views()),
+                lambda: len(self.ledger.incomplete()),
             ),
         }
         for name, (text, read) in gauges.items():
             Gauge(f"prefixbus_directory_{name}", text, registry=registry).set_function(read)
 
-    def lookup(self, message: Msg) -> None:
-        """Answers one `Lookup` with `Holdings`."""
+    def lookup(self, asked: Lookup, message: Msg) -> None:
+        """Answers with `Holdings`. Who asks what cannot be read gets no answer, and decides blind."""
         started = time.perf_counter()
-        try:
-            asked = messages.LOOKUP.decode(message.data)
-            answer = self.predictions.lookup(self.index, asked.ns_id, asked.keys)
-        except PrefixbusError as exc:
-            # Nobody is answered; the router decides blind.
-            self._rt.caught(exc, "a look-up cannot be read")
-            return
-        merged = self._levels(answer.merged)
-        stored = merged if answer.real is answer.merged else self._levels(answer.real)
-        suspect = [view.worker for view in self.ledger.views() if not view.complete]
-        holdings = Holdings(messages.VERSION, merged, stored, suspect)
+        levels = self.predictions.lookup(self.index, asked.ns_id, asked.keys)
+        holdings = Holdings(messages.VERSION, self._levels(levels), self.ledger.incomplete())
         self._lookup_seconds.observe(time.perf_counter() - started)
-        self._publish(message.reply, messages.HOLDINGS.encode(holdings))
+        self._send(message.reply, messages.HOLDINGS.encode(holdings))
 
-    def load(self, message: Msg) -> None:
+    def load(self, load: Load, message: Msg) -> None:
         """A worker's heartbeat."""
-        try:
-            load = messages.LOAD.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, "a heartbeat cannot be read", subject=message.subject)
-            return
-        if load.worker != message.subject.rsplit(".", 1)[1]:
-            self._rt.log.warning("a heartbeat of %s came on %s", load.worker, message.subject)
-            return
+        _check_sender(load.worker, message)
         self._perform(self.ledger.heartbeat(load.worker, load.incarnation, load.event_seq, self._now()))
 
     async def events(self, message: Msg) -> None:
         """A worker's block changes, or a part of its dump."""
         try:
             event = messages.KV.decode(message.data)
+            _check_sender(event.worker, message)
         except PrefixbusError as exc:
-            self._rt.caught(exc, "an event cannot be read", subject=message.subject)
-            return
-        if event.worker != message.subject.rsplit(".", 1)[1]:
-            self._rt.log.warning("events of %s came on %s", event.worker, message.subject)
+            self._rt.caught(exc, "an event was dropped", subject=message.subject)
             return
         self._events.inc()
         now = self._now()
@@ -122,13 +104,8 @@ class Directory:
             )
         self._perform(effects)
 
-    def dispatched(self, message: Msg) -> None:
+    def dispatched(self, sent: Dispatched, _: Msg) -> None:
         """A router announces a dispatch, or takes it back."""
-        try:
-            sent = messages.DISPATCHED.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, "an announcement cannot be read")
-            return
         name = _announcement(sent.request_id, sent.attempt)
         if not sent.worker:
             self.predictions.drop(name)
@@ -138,15 +115,14 @@ class Directory:
             return
         lifetime = sent.expires_at - self._rt.clock.wall()
         if lifetime > 0:
-            self.predictions.announce(name, view.slot, sent.ns_id, sent.keys, self._now() + lifetime)
+            # What the worker holds already needs no announcement; the rest is usually the question alone.
+            held = self.index.depth_of_slot(sent.ns_id, view.slot, sent.keys)
+            self.predictions.announce(name, view.slot, sent.ns_id, sent.keys[8 * held :], self._now() + lifetime)
 
-    def outcome(self, message: Msg) -> None:
+    def outcome(self, outcome: Outcome, message: Msg) -> None:
         """A request ended: its events are here or will be soon, or nothing will come."""
-        try:
-            outcome = messages.OUTCOME.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, "an outcome cannot be read", subject=message.subject)
-            return
+        if message.subject != subjects.outcome(outcome.worker, outcome.request_id):
+            raise BadSubject(f"an outcome of {outcome.worker} came on {message.subject}.")
         name = _announcement(outcome.request_id, outcome.attempt)
         if outcome.status == "ok":
             self.predictions.renew(name, self._now() + _EVENTS_FOLLOW_S)
@@ -167,7 +143,7 @@ class Directory:
         """Returns when every worker heard in one lease's time has told its whole story, or after `CATCH_UP_S`."""
         await anyio.sleep(self._rt.config.directory.suspect_after_s)
         for _ in range(int(CATCH_UP_S / _TICK_S)):
-            if all(view.complete for view in self.ledger.views()):
+            if not self.ledger.incomplete():
                 return
             await anyio.sleep(_TICK_S)
         self._rt.log.warning("some workers have not told their whole story; answering without it")
@@ -200,18 +176,24 @@ class Directory:
                 case AskDump(worker, incarnation, reason):
                     self._dumps.labels(reason).inc()
                     request = messages.DumpRequest(messages.VERSION, incarnation, reason)
-                    self._publish(subjects.control(worker, "dump"), messages.DUMP_REQUEST.encode(request))
+                    self._send(subjects.control(worker, "dump"), messages.DUMP_REQUEST.encode(request))
                 case WorkerLost(worker) | WorkerSuspect(worker):
                     self._rt.log.warning("worker %s: %s", worker, type(effect).__name__)
                 case _:
                     self._rt.log.info("worker %s: %s", effect.worker, type(effect).__name__)
 
-    def _publish(self, subject: str, payload: bytes) -> None:
+    def _send(self, subject: str, payload: bytes) -> None:
         try:
             self._rt.bus.send(subject, payload)
-        except (BusUnavailable, BusPermissionDenied) as exc:
+        except BusUnavailable as exc:
             # Look-ups are answered again by whoever is asked next; dumps are asked for again by the ledger.
             self._rt.caught(exc, "not published", subject=subject)
+
+
+def _check_sender(worker: str, message: Msg) -> None:
+    """The server's permissions vouch for the subject, nobody for the body."""
+    if worker != message.subject.rsplit(".", 1)[1]:
+        raise BadSubject(f"a message of {worker} came on {message.subject}.")
 
 
 def _announcement(request_id: str, attempt: int) -> str:
@@ -222,13 +204,13 @@ async def run(rt: Runtime) -> None:
     """Runs until `rt.stopping`. :raises BusUnavailable: the event stream is not there."""
     directory = Directory(rt)
     rt.bus.on_connection_change.append(directory.connection_changed)
-    await rt.bus.listen(subjects.ALL_LOAD, directory.load)
-    await rt.bus.listen(subjects.DISPATCHED, directory.dispatched)
-    await rt.bus.listen(subjects.ALL_OUTCOME, directory.outcome)
+    await rt.listen(subjects.ALL_LOAD, messages.LOAD, directory.load)
+    await rt.listen(subjects.DISPATCHED, messages.DISPATCHED, directory.dispatched)
+    await rt.listen(subjects.ALL_OUTCOME, messages.OUTCOME, directory.outcome)
     await rt.bus.follow(subjects.STREAM_KV_EVENTS, subjects.kv(SHARD, "*"), directory.events, start="new")
     rt.task_group.start_soon(directory.keep_time)
     await directory.catch_up()
-    lookups = await rt.bus.listen(subjects.lookup(SHARD), directory.lookup, queue="directory")
+    lookups = await rt.listen(subjects.lookup(SHARD), messages.LOOKUP, directory.lookup, queue="directory")
     rt.ready()
     await rt.stopping.wait()
     await lookups.drain()

@@ -68,7 +68,7 @@ def shortlist(
             chosen[home_worker] = names[home_worker]
             depths.update((home_worker, depth) for depth, held in levels for one in held if one.name == home_worker)
     reusable = reusable_blocks(route.prompt_tokens, block_size)
-    doubted = holdings.suspect if holdings else []
+    doubted = holdings.incomplete if holdings else []
     candidates = []
     for one in chosen.values():
         depth = min(depths.get(one.name, 0), reusable)

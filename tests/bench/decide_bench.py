@@ -75,7 +75,7 @@ def _holdings(names: list[str], rng: random.Random) -> Holdings:
         depths = sorted(rng.sample(range(SYSTEM_BLOCKS + 1, BLOCKS), 6), reverse=True)
         levels = [Level(depth, [mixed.pop()]) for depth in depths]
     levels.append(Level(SYSTEM_BLOCKS, mixed[: len(mixed) * 3 // 4]))
-    return Holdings(1, levels, levels)
+    return Holdings(1, levels)
 
 
 def bench_decide(workers: int) -> dict[str, object]:

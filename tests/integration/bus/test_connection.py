@@ -160,12 +160,13 @@ async def test_a_client_that_nats_py_closed_for_good_is_made_anew_with_its_subsc
 async def test_a_new_client_whose_subscriptions_fail_is_given_up_and_tried_again(server: NatsServer) -> None:
     router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
     heard: list[bytes] = []
-    subscription = await router.subscribe(subjects.ALL_LOAD, lambda message: note(message.data))
+
+    async def note(message: Msg) -> None:
+        heard.append(message.data)
+
+    subscription = await router.subscribe(subjects.ALL_LOAD, note)
     whole = subscription._open
     failures: list[Exception] = [nats.errors.ConnectionClosedError(), BusUnavailable("no stream yet")]
-
-    async def note(data: bytes) -> None:
-        heard.append(data)
 
     async def fails_twice() -> NatsSubscription:
         if failures:

@@ -199,7 +199,7 @@ class FakeDirectory:
     async def _hear(self, message: Msg) -> None:
         LOOKUP.decode(message.data)
         self.asked += 1
-        await self._bus.publish(message.reply, HOLDINGS.encode(Holdings(VERSION, self.levels, self.levels)))
+        await self._bus.publish(message.reply, HOLDINGS.encode(Holdings(VERSION, self.levels)))
 
 
 class Answer:

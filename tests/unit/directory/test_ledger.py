@@ -545,11 +545,12 @@ def test_predictions_follow_a_cleared_cache_and_end_with_a_restart() -> None:
     while predictions.expire(0.1):
         pass
     after_clear = predictions.lookup(bench.index, NS, run(1, 9))
+    stored_after_clear = bench.index.lookup(NS, run(1, 9))
     bench.ledger.heartbeat("w", 2, 0, 0.2)
 
-    assert [depth for depth, _ in after_clear.merged] == [9]
-    assert after_clear.real == []
-    assert predictions.lookup(bench.index, NS, run(1, 9)).merged == []
+    assert [depth for depth, _ in after_clear] == [9]
+    assert stored_after_clear == []
+    assert predictions.lookup(bench.index, NS, run(1, 9)) == []
 
 
 # Order and loss

@@ -78,7 +78,7 @@ def fleet(count: int, queues: dict[str, float] | None = None) -> list[Available]
 
 def holdings(*levels: tuple[int, list[str]], suspect: list[str] | None = None) -> Holdings:
     made = [Level(depth, workers) for depth, workers in levels]
-    return Holdings(1, made, made, suspect or [])
+    return Holdings(1, made, suspect or [])
 
 
 def shortlisted(
