@@ -76,31 +76,19 @@ class Client:
         :raises BusUnavailable: no server, or it does not know this tenant with this token.
         :raises BusPermissionDenied: the token is another credential's than `label`."""
         inbox = f"{subjects.tenant_inbox(tenant)}.{label}.{secrets.token_hex(8)}"
-        denials: list[str] = []
-
-        def heard(kind: str, detail: str) -> None:
-            if kind == "denied":
-                denials.append(detail)
-
         bus = await Bus.connect(
-            url,
-            name=f"client of {tenant}",
-            inbox_prefix=inbox,
-            user=tenant,
-            password=token,
-            tls=tls,
-            on_event=heard,
+            url, name=f"client of {tenant}", inbox_prefix=inbox, user=tenant, password=token, tls=tls
         )
         client = cls(bus, tenant, scope)
-        await bus.subscribe(f"{inbox}.s.*", client._hear)
-        await bus.flush()
-        if denials:
+        try:
+            await bus.subscribe(f"{inbox}.s.*", client._hear)
+        except errors.BusPermissionDenied as exc:
             await bus.close()
             raise errors.BusPermissionDenied(
                 f"this token may not listen on {inbox}.>.",
                 field="label",
                 remedy="Name the label of the token's credential.",
-            )
+            ) from exc
         return client
 
     async def __aenter__(self) -> "Client":

@@ -16,7 +16,8 @@ Owns: the client, subscriptions, pending requests.   Must not know: what message
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -26,10 +27,10 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.client import JetStreamContext
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 from nats.protocol.command import hpub_cmd, pub_cmd
 
-from .errors import BusPermissionDenied, BusUnavailable, TooLarge
+from .errors import BusPermissionDenied, BusUnavailable, TooLarge, Unavailable
 
 Callback = Callable[[Msg], Awaitable[None]]
 Listener = Callable[[Msg], None]
@@ -193,6 +194,8 @@ class Bus:
         self._subscriptions: list[Subscription] = []
         self._pending: dict[str, _Pending] = {}
         self._next_token = 0
+        # The latest denials, in lower case as nats-py reports them.
+        self._denied: deque[str] = deque(maxlen=16)
         self._closing = False
         self._reviving: asyncio.Task[None] | None = None
         self.on_connection_change: list[Callable[[bool], None]] = []
@@ -349,6 +352,18 @@ class Bus:
             raise BusUnavailable(f"{subject}: {ack.error.get('description')}")
         return ack.seq
 
+    async def check_streams(self, names: Sequence[str]) -> None:
+        """Returns when all these streams are there.
+
+        :raises Unavailable: one is not; the error names it.   :raises BusUnavailable: JetStream did not answer."""
+        for name in names:
+            try:
+                await self.jetstream.stream_info(name)
+            except NotFoundError as exc:
+                raise Unavailable("is missing.", field=f"stream {name}", remedy="Run `prefixbus provision`.") from exc
+            except (APIError, nats.errors.Error, TimeoutError) as exc:
+                raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
+
     async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Calls `callback` for each message, one after another; a callback that waits holds up the next."""
 
@@ -357,7 +372,7 @@ class Bus:
                 subject, queue=queue, cb=callback, pending_msgs_limit=65536, pending_bytes_limit=256 * 1024 * 1024
             )
 
-        return await self._add(Subscription(open_))
+        return await self._add(subject, Subscription(open_))
 
     async def listen(self, subject: str, listener: Listener, *, queue: str = "") -> Subscription:
         """Calls `listener` in the read loop itself, in order: for work of microseconds; other messages wait
@@ -372,7 +387,7 @@ class Bus:
             client.hand_over_at_once(subscription._id, listener)
             return subscription
 
-        return await self._add(Subscription(open_))
+        return await self._add(subject, Subscription(open_))
 
     async def follow(
         self, stream: str, subject: str, callback: Callback, *, start: Start, after_seq: int = 0
@@ -404,7 +419,7 @@ class Bus:
                 idle_heartbeat=_IDLE_HEARTBEAT_S,
             )
 
-        return await self._add(Subscription(open_))
+        return await self._add(subject, Subscription(open_))
 
     async def close(self) -> None:
         self._closing = True
@@ -423,10 +438,24 @@ class Bus:
         client.max_header_bytes = self._max_header_bytes
         return client
 
-    async def _add(self, subscription: Subscription) -> Subscription:
-        await subscription.start()
+    async def _add(self, subject: str, subscription: Subscription) -> Subscription:
+        """:raises BusPermissionDenied: this connection may not listen there; nats-py would leave it silent for ever."""
+        self._denied.clear()
+        try:
+            await subscription.start()
+            await self.flush()
+        except BusUnavailable:
+            self._raise_if_denied(subject)
+            raise
+        self._raise_if_denied(subject)
         self._subscriptions.append(subscription)
         return subscription
+
+    def _raise_if_denied(self, subject: str) -> None:
+        """What was denied since `_denied` was cleared: the subscription itself, or the making of its consumer."""
+        for text in self._denied:
+            if ("subscription" in text and f'"{subject.lower()}"' in text) or '"$js.api.consumer.' in text:
+                raise BusPermissionDenied(f"listening on {subject} is not allowed ({text}).")
 
     async def _open_client(self) -> None:
         client = self._new_client()
@@ -519,6 +548,7 @@ class Bus:
             self._on_event("error", text)
             return
         self._on_event("denied", text)
+        self._denied.append(lowered)
         # nats: permissions violation for publish to "the.subject"
         denied = text.split('"')[1] if text.count('"') >= 2 else ""
         if "publish" in lowered:

@@ -175,6 +175,7 @@ async def _serve(service: str, instance: str, state: Path, config: Config, seed:
     http = await _serve_http(rt)
     run_file = state / "run" / f"{instance}.json"
     try:
+        await bus.check_streams(subjects.STREAMS_OF.get(service, ()))
         await _announce(bus.client, rt)
         bus.on_new_client.append(lambda client: _announce(client, rt))
         _write_run_file(run_file, rt, http.addresses[0][1])

@@ -28,6 +28,19 @@ STREAM_AUDIT = "AUDIT"
 BUCKET_WORKERS = "WORKERS"
 BUCKET_POLICIES = "POLICIES"
 
+# The names that the KV convention gives to a bucket's stream (NATS ADR-8).
+STREAM_WORKERS = f"KV_{BUCKET_WORKERS}"
+STREAM_POLICIES = f"KV_{BUCKET_POLICIES}"
+
+# What each service uses; it does not start without.
+STREAMS_OF = {
+    "tokenizer": (STREAM_AUDIT,),
+    "directory": (STREAM_KV_EVENTS,),
+    "router": (STREAM_JOURNAL, STREAM_POLICIES),
+    "worker_bridge": (STREAM_KV_EVENTS, STREAM_JOURNAL, STREAM_AUDIT, STREAM_WORKERS),
+    "auditor": (STREAM_AUDIT,),
+}
+
 HEADER_SEQ = "Pb-Seq"
 HEADER_ATTEMPT = "Pb-Attempt"
 HEADER_FINAL = "Pb-Final"

@@ -21,15 +21,12 @@ APP = "APP"
 AUTH = "AUTH"
 SYS = "SYS"
 
-# The names that nats-py's and the server's KV convention gives to a bucket's stream (ADR-8).
-STREAM_WORKERS = f"KV_{subjects.BUCKET_WORKERS}"
-STREAM_POLICIES = f"KV_{subjects.BUCKET_POLICIES}"
 ALL_STREAMS = (
     subjects.STREAM_KV_EVENTS,
     subjects.STREAM_JOURNAL,
     subjects.STREAM_AUDIT,
-    STREAM_WORKERS,
-    STREAM_POLICIES,
+    subjects.STREAM_WORKERS,
+    subjects.STREAM_POLICIES,
 )
 
 # Made by the deploy role, so that the auditor needs no right to make or change consumers.
@@ -149,7 +146,7 @@ def worker_bridge(worker: str) -> Access:
             subjects.audit(WORKER_BRIDGE, worker),
             f"$KV.{subjects.BUCKET_WORKERS}.{worker}",  # registration: its stream sequence is the incarnation
         ),
-        checks=(subjects.STREAM_KV_EVENTS, subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS),
+        checks=(subjects.STREAM_KV_EVENTS, subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, subjects.STREAM_WORKERS),
     )
 
 
@@ -192,7 +189,7 @@ def _router() -> Access:
             "_SVC.operator.>",
         ),
         checks=(subjects.STREAM_JOURNAL,),
-        follows=(STREAM_POLICIES,),
+        follows=(subjects.STREAM_POLICIES,),
     )
 
 
@@ -250,8 +247,8 @@ def _operator() -> Access:
             f"$KV.{subjects.BUCKET_POLICIES}.>",
         ),
         checks=(subjects.STREAM_KV_EVENTS,),
-        follows=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
-        gets=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, STREAM_WORKERS, STREAM_POLICIES),
+        follows=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, subjects.STREAM_WORKERS, subjects.STREAM_POLICIES),
+        gets=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, subjects.STREAM_WORKERS, subjects.STREAM_POLICIES),
         # Only where nobody's durable consumer could be changed or deleted.
         browses=(subjects.STREAM_JOURNAL,),
     )

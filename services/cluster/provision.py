@@ -24,7 +24,7 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
 
 from ..bus import subjects
-from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
+from ..bus.errors import BusUnavailable, ConfigInvalid
 from . import permissions
 
 _MIB = 1024 * 1024
@@ -162,27 +162,6 @@ async def provision(js: JetStreamContext) -> Report:
     except (nats.errors.Error, TimeoutError) as exc:
         raise BusUnavailable(f"the auditor's consumer: {exc or type(exc).__name__}") from exc
     return Report(created=tuple(created), updated=tuple(updated))
-
-
-async def check(js: JetStreamContext, role: str) -> None:
-    """Returns when every stream that the role uses is there.
-
-    :raises Unavailable: one is not; the error names it.   :raises BusUnavailable: JetStream did not answer."""
-    for name in streams_of(role):
-        try:
-            await js.stream_info(name)
-        except NotFoundError as exc:
-            raise Unavailable("is missing.", field=f"stream {name}", remedy="Run `prefixbus provision`.") from exc
-        except (APIError, nats.errors.Error, TimeoutError) as exc:
-            raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
-
-
-def streams_of(role: str) -> tuple[str, ...]:
-    """The streams that a role may ask about.
-
-    :raises KeyError: no such role."""
-    accesses = {access.role: access for access in (*permissions.service_roles(), permissions.worker_bridge("any"))}
-    return accesses[role].readable()
 
 
 async def _ensure(js: JetStreamContext, wanted: StreamConfig) -> list[str] | None:

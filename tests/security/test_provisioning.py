@@ -10,8 +10,6 @@ from prefixbus.bus import subjects
 from prefixbus.bus.errors import ConfigInvalid, Unavailable
 from prefixbus.cluster import permissions, provision
 
-ROLES = ["tokenizer", "router", "directory", "auditor", "operator"]
-
 
 async def test_a_second_time_there_is_nothing_to_do(tmp_path: Path) -> None:
     async with NatsServer(tmp_path, []) as server:
@@ -55,13 +53,11 @@ async def test_every_stream_is_bounded_in_bytes_and_ages_where_it_may(tmp_path: 
         assert bucket or (config.max_age and config.max_age > 0)
 
 
-@pytest.mark.parametrize("role", [*ROLES, "worker_bridge"])
+@pytest.mark.parametrize("role", list(subjects.STREAMS_OF))
 async def test_a_service_finds_its_streams(provisioned: NatsServer, role: str) -> None:
     bus = await provisioned.bus(role, "w1" if role == "worker_bridge" else "")
 
-    await provision.check(bus.jetstream, role)
-
-    assert provision.streams_of(role)
+    await bus.check_streams(subjects.STREAMS_OF[role])
 
 
 async def test_a_service_whose_streams_are_missing_is_told_what_to_do(tmp_path: Path) -> None:
@@ -69,7 +65,7 @@ async def test_a_service_whose_streams_are_missing_is_told_what_to_do(tmp_path: 
         bus = await server.bus("directory")
 
         with pytest.raises(Unavailable, match=r"KV_EVENTS.*prefixbus provision"):
-            await provision.check(bus.jetstream, "directory")
+            await bus.check_streams(subjects.STREAMS_OF["directory"])
 
 
 async def test_what_is_stored_outlives_the_server(tmp_path: Path) -> None:
@@ -81,7 +77,5 @@ async def test_what_is_stored_outlives_the_server(tmp_path: Path) -> None:
         server.start()
 
         assert (await server.provision()).created == ()
-        found = await (await server.bus("operator")).jetstream.get_last_msg(
-            permissions.STREAM_WORKERS, "$KV.WORKERS.w1"
-        )
+        found = await (await server.bus("operator")).jetstream.get_last_msg(subjects.STREAM_WORKERS, "$KV.WORKERS.w1")
         assert found.seq == stored

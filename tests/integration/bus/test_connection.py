@@ -54,6 +54,26 @@ async def test_a_denied_request_says_what_was_denied_instead_of_timing_out(serve
         await directory.request(subjects.work("w1"), timeout_s=60)
 
 
+async def test_a_denied_subscription_says_so_instead_of_staying_silent(server: NatsServer) -> None:
+    directory = await server.bus("directory")
+
+    with pytest.raises(BusPermissionDenied, match=r"pb\.v1\.work\.w1"):
+        await directory.subscribe(subjects.work("w1"), ignore)
+    with pytest.raises(BusPermissionDenied, match=r"_INBOX\.acme\.>"):
+        await directory.listen("_INBOX.acme.>", lambda message: None)
+
+
+async def test_a_denied_stream_says_so_instead_of_timing_out(server: NatsServer) -> None:
+    directory = await server.bus("directory")
+
+    with pytest.raises(BusPermissionDenied, match="audit"):
+        await directory.follow(subjects.STREAM_AUDIT, "pb.v1.audit.*.*", ignore, start="all")
+
+
+async def ignore(message: Msg) -> None:
+    pass
+
+
 async def test_a_payload_over_the_limit_is_refused_before_it_is_sent(server: NatsServer) -> None:
     router = await server.bus("router")
 
