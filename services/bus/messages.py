@@ -55,7 +55,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 class Route(msgspec.Struct, frozen=True, array_like=True):
     """Tokenizer -> router: everything the decision looks at, and the job as opaque bytes (an encoded `Job`).
 
-    `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys."""
+    `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys; `kind` and
+    `created_at` are the job's."""
 
     v: int
     request_id: str
@@ -71,6 +72,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     reply: str
     deadline_at: float
     job: bytes
+    kind: str = "chat"
+    created_at: int = 0
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):

@@ -25,7 +25,6 @@ from ..bus.messages import (
     DISPATCH,
     DISPATCHED,
     HOLDINGS,
-    JOB,
     LOOKUP,
     VERSION,
     Abort,
@@ -485,19 +484,16 @@ class Request:
 
     def _keepalive_is_due(self) -> None:
         self._start("keepalive", KEEPALIVE_S, self._keepalive_is_due)
-        self._desk.rt.task_group.start_soon(self._keep_alive)
-
-    async def _keep_alive(self) -> None:
         if self.attempts.published or self.attempts.state not in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
             return
+        route = self._route
+        body = frames.keepalive(route.kind, route.model, route.request_id, route.created_at)
         try:
-            job = JOB.decode(self._route.job)
-            label = self._route.client_request_id
-            body = frames.keepalive(job.kind, self._route.model, label, job.created_at)
-            self._desk.bus.send(self._route.reply, body, headers=frames.keepalive_headers(label))
-            self._desk.metrics.keepalives.inc()
+            self._desk.bus.send(route.reply, body, headers=frames.keepalive_headers(route.client_request_id))
         except PrefixbusError as exc:
-            self._desk.rt.caught(exc, "a keep-alive could not be sent", request_id=self._route.request_id)
+            self._desk.rt.caught(exc, "a keep-alive could not be sent", request_id=route.request_id)
+            return
+        self._desk.metrics.keepalives.inc()
 
     def __repr__(self) -> str:
         return f"<Request {self._route.request_id} {self.attempts!r}>"

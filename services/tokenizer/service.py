@@ -101,13 +101,15 @@ class Metrics:
 
 class _InHand:
     """A request from arrival until it is handed on. `label` is the client's id, or ours if it gave none, so that every
-    request can be found and cancelled; `heard_at` is when its client last heard of it."""
+    request can be found and cancelled; `created_at` is what all its chunks say; `heard_at` is when its client last
+    heard of it."""
 
-    __slots__ = ("arrived_at", "heard_at", "kind", "label", "model", "reply")
+    __slots__ = ("arrived_at", "created_at", "heard_at", "kind", "label", "model", "reply")
 
-    def __init__(self, model: str, reply: str, now: float) -> None:
+    def __init__(self, model: str, reply: str, now: float, wall: float) -> None:
         self.model = model
         self.reply = reply
+        self.created_at = int(wall)
         self.label = ""
         self.kind = "chat"
         self.arrived_at = self.heard_at = now
@@ -187,8 +189,9 @@ class Tokenizer:
         if not subjects.is_token(tenant) or not subjects.is_own_reply(message.reply, tenant):
             await self._record_forgery(message, tenant)
             return
-        request_id = ids.request_id(self._rt.clock.wall(), secrets.token_bytes(ids.ENTROPY_BYTES))
-        in_hand = _InHand("", message.reply, self._rt.clock.now())
+        wall = self._rt.clock.wall()
+        request_id = ids.request_id(wall, secrets.token_bytes(ids.ENTROPY_BYTES))
+        in_hand = _InHand("", message.reply, self._rt.clock.now(), wall)
         self._in_hand[request_id] = in_hand
         self._metrics.in_work.set(len(self._in_hand))
         try:
@@ -267,7 +270,7 @@ class Tokenizer:
             kind=request.kind,
             params=intake.engine_params(request, max_tokens),
             include_usage=request.include_usage,
-            created_at=int(self._rt.clock.wall()),
+            created_at=in_hand.created_at,
             deadline_at=envelope.deadline_at,
             traceparent=envelope.traceparent,
             prefix_class=kind_of_prefix,
@@ -287,6 +290,8 @@ class Tokenizer:
             reply=message.reply,
             deadline_at=envelope.deadline_at,
             job=JOB.encode(job),
+            kind=request.kind,
+            created_at=in_hand.created_at,
         )
 
     def _model(self, name: str) -> Loaded:
@@ -363,7 +368,7 @@ class Tokenizer:
             self._metrics.memo_bytes.set(self._memo.held_bytes)
 
     async def _keep_alive(self, request_id: str, in_hand: _InHand) -> None:
-        body = frames.keepalive(in_hand.kind, in_hand.model, request_id, int(self._rt.clock.wall()))
+        body = frames.keepalive(in_hand.kind, in_hand.model, request_id, in_hand.created_at)
         try:
             await self._rt.bus.publish(in_hand.reply, body, headers=frames.keepalive_headers(in_hand.label))
         except PrefixbusError as exc:

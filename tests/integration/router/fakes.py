@@ -283,6 +283,8 @@ class Client:
             prompt_tokens=len(keys) // 8 * BLOCK + 4,
             output_tokens=8,
             job=JOB.encode(job),
+            kind=job.kind,
+            created_at=job.created_at,
             **fields,
         )
         await self._tokenizer.publish(subjects.route(MODEL), ROUTE.encode(route))

@@ -330,10 +330,18 @@ async def test_a_client_hears_that_its_request_lives_while_no_worker_has_accepte
     router = await world.router(accept_timeout_ms=60_000.0)
     await eventually(lambda: router.knows("w1"), "the worker is known")
 
-    answer = await world.client.send(CLOCK.wall(), deadline_s=5.0)
+    wall = CLOCK.wall()
+    answer = await world.client.send(wall, deadline_s=5.0)
     await eventually(lambda: bool(answer.keepalives), "a keep-alive")
 
-    assert msgspec.json.decode(answer.keepalives[0].data)["choices"] == []
+    # The same id, object and time as the chunks that the bridge will send.
+    assert msgspec.json.decode(answer.keepalives[0].data) == {
+        "id": "cmpl-R1",
+        "object": "text_completion",
+        "created": int(wall),
+        "model": "m",
+        "choices": [],
+    }
     assert answer.ends == []
 
 

@@ -192,6 +192,7 @@ async def test_a_request_goes_to_the_router_with_all_that_is_needed(tmp_path: Pa
         )
         assert route.output_tokens == 8
         assert (route.reply, job.reply) == (REPLY, REPLY)
+        assert (route.kind, route.created_at) == (job.kind, job.created_at) == ("chat", int(stage.clock.wall()))
         assert (job.kind, orjson.loads(job.params), job.include_usage) == ("chat", {"max_tokens": 8}, True)
         assert job.deadline_at == stage.clock.wall() + 9 + stage.rt.config.limits.clock_skew_s
         assert sent.reply == f"_SVC.tokenizer.t1.nr.{route.request_id}"
