@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import signal
+import ssl
 import sys
 import tempfile
 import time
@@ -116,8 +117,8 @@ def up(
     async def work() -> None:
         stop = _stop_event()
         running = deployment.Deployment(state, options, _say)
-        _introduce(deployment.prepare(state, running.workers))
         with state_module.lock(state):
+            _introduce(deployment.prepare(state, running.workers))
             starting = asyncio.create_task(running.__aenter__())
             await asyncio.wait([starting, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
@@ -210,6 +211,7 @@ def send(
         Path | None, typer.Option(help=f"File with the tenant's token; else ${TOKEN_VARIABLE}.")
     ] = None,
     nats: Annotated[str, typer.Option(help="URL of the server; default: the running cluster's.")] = "",
+    ca: Annotated[Path | None, typer.Option(help="PEM file of the CA to trust; default: the config's.")] = None,
 ) -> None:
     """Ask a question through the public subject and stream the answer to the terminal."""
     from .client import Client
@@ -220,9 +222,13 @@ def send(
         raise typer.BadParameter(f"set {TOKEN_VARIABLE} or give --token-file.", param_hint="token")
     question = sys.stdin.read() if text == "-" else text
     url = nats or deployment.read_cluster(state).nats_url
+    if ca is not None:
+        tls = ssl.create_default_context(cafile=str(ca))
+    else:
+        tls = deployment.tls_of(state) if (state / "config.toml").exists() else None
 
     async def work() -> None:
-        async with await Client.connect(url, tenant=tenant, token=token, scope=scope, label=label) as client:
+        async with await Client.connect(url, tenant=tenant, token=token, scope=scope, label=label, tls=tls) as client:
             body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
             usage: dict[str, object] = {}
             async for frame in client.stream(model, body):

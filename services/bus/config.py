@@ -16,6 +16,8 @@ from msgspec import Meta
 from .errors import ConfigInvalid
 
 ENV_PREFIX = "PREFIXBUS_"
+# Variables of the command line, which are not overrides.
+OTHER_VARIABLES = frozenset({"PREFIXBUS_TOKEN", "PREFIXBUS_STATE"})
 
 _Positive = Annotated[int, Meta(gt=0)]
 _PositiveMs = Annotated[float, Meta(gt=0)]
@@ -30,8 +32,18 @@ class NatsSection(Section, frozen=True):
     """Where the bus is."""
 
     url: str = "nats://127.0.0.1:4222"
-    # Of the server; the largest internal message is a Route with 2M tokens' ids (DESIGN 2).
+    # Written into the server's configuration; the largest internal message is a Route with 2M tokens' ids.
     max_payload: _Positive = 8 * 1024 * 1024
+
+
+class TlsSection(Section, frozen=True):
+    """Certificates, as PEM files relative to the config file. With a certificate, the NATS server and every HTTP port
+    of ours speak TLS alone. Names are checked: it must be valid for the addresses that are connected to (127.0.0.1)."""
+
+    certificate: str = ""
+    key: str = ""
+    # Whose certificates services and the command line trust; the system's CAs when empty.
+    ca: str = ""
 
 
 class HttpSection(Section, frozen=True):
@@ -116,6 +128,7 @@ class Config(Section, frozen=True):
     """All of it. `models` maps the name clients use to its section."""
 
     nats: NatsSection = NatsSection()
+    tls: TlsSection = TlsSection()
     http: HttpSection = HttpSection()
     limits: LimitsSection = LimitsSection()
     models: dict[str, ModelSection] = {}
@@ -135,7 +148,7 @@ def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") ->
     except tomllib.TOMLDecodeError as exc:
         raise ConfigInvalid(str(exc), field=source, remedy="Correct the file's syntax.") from exc
     for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and "__" in name:
+        if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES:
             _override(tree, name, environ[name])
     try:
         return msgspec.convert(tree, Config)
@@ -158,15 +171,22 @@ def load(path: Path, environ: Mapping[str, str]) -> Config:
 
 def _override(tree: dict[str, Any], name: str, value: str) -> None:
     """Puts PREFIXBUS_A__B=value at tree[a][b]; the value is TOML when it parses as such, text otherwise."""
-    path = name.removeprefix(ENV_PREFIX).lower().split("__")
+    path = name.removeprefix(ENV_PREFIX).split("__")
+    if len(path) < 2:
+        raise ConfigInvalid("is not an override.", field=name, remedy="Overrides are PREFIXBUS_SECTION__KEY.")
     try:
         parsed: Any = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value
     node = tree
     for key in path[:-1]:
-        child = node.setdefault(key, {})
+        child = node.setdefault(_existing(node, key), {})
         if not isinstance(child, dict):
             raise ConfigInvalid(f"{key} is a value, not a table.", field=name, remedy="Remove the override.")
         node = child
-    node[path[-1]] = parsed
+    node[_existing(node, path[-1])] = parsed
+
+
+def _existing(node: Mapping[str, Any], key: str) -> str:
+    """The table's own spelling of a key: variables are upper case, names of models need not be lower case."""
+    return next((known for known in node if known.lower() == key.lower()), key.lower())

@@ -31,6 +31,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from . import config as config_module
 from . import secretfile, subjects
+from . import tls as tls_module
 from .clock import Clock, RealClock
 from .config import Config
 from .connection import Bus, Listener, Subscription
@@ -167,6 +168,7 @@ async def _serve(service: str, instance: str, state: Path, config: Config, seed:
         inbox_prefix=subjects.service_inbox(service, instance),
         nkey_seed=seed,
         max_header_bytes=config.limits.max_header_bytes,
+        tls=tls_module.client_context(config.tls, state),
         on_event=rt.bus_event,
     )
     loop = asyncio.get_running_loop()
@@ -231,14 +233,15 @@ async def _serve_http(rt: Runtime) -> web.AppRunner:
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, rt.config.http.host, rt.config.http.port).start()
+    context = tls_module.server_context(rt.config.tls, rt.state)
+    await web.TCPSite(runner, rt.config.http.host, rt.config.http.port, ssl_context=context).start()
     return runner
 
 
 def _write_run_file(path: Path, rt: Runtime, port: int) -> None:
     """Says where this process is: pid and HTTP port, for whoever started it."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    http = f"{rt.config.http.host}:{port}"
+    http = f"{'https' if rt.config.tls.certificate else 'http'}://{rt.config.http.host}:{port}"
     content = {"service": rt.service, "instance": rt.instance, "pid": os.getpid(), "http": http}
     scratch = path.with_suffix(".new")
     scratch.write_text(json.dumps(content))

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import os
 import socket
+import ssl
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import aiohttp
 import msgspec
 
 from ..bus import config as config_module
-from ..bus import secretfile, subjects
+from ..bus import secretfile, subjects, tls
 from ..bus.config import ModelSection
 from ..bus.connection import Bus
 from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
@@ -126,8 +127,25 @@ def port_is_free(port: int) -> bool:
 async def connect(directory: Path, role: str, url: str) -> Bus:
     """A connection under one of the deployment's own roles. :raises BusUnavailable: see `Bus.connect`."""
     name = f"{role}-{os.getpid()}"
-    seed = secretfile.role_seed(directory, role)
-    return await Bus.connect(url, name=name, inbox_prefix=subjects.service_inbox(role, name), nkey_seed=seed)
+    return await Bus.connect(
+        url,
+        name=name,
+        inbox_prefix=subjects.service_inbox(role, name),
+        nkey_seed=secretfile.role_seed(directory, role),
+        tls=tls_of(directory),
+    )
+
+
+def tls_of(directory: Path) -> ssl.SSLContext | None:
+    """How the deployment's own ports are connected to; None when they are plain. :raises ConfigInvalid: see bus.tls."""
+    return tls.client_context(config_module.load(directory / "config.toml", os.environ).tls, directory)
+
+
+def http_session(directory: Path) -> aiohttp.ClientSession:
+    """For the HTTP ports of a deployment's services."""
+    context = tls_of(directory)
+    connector = aiohttp.TCPConnector(ssl=context) if context is not None else None
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=2))
 
 
 def read_cluster(directory: Path) -> ClusterFile:
@@ -232,7 +250,7 @@ class Deployment:
         """:raises Unavailable: something is not ready in time; the error says what and why."""
         waiting_for = {child.spec.name for child in self._children if child.spec.stage in (_BRIDGE, _SERVICE)}
         reasons: dict[str, str] = {}
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+        async with http_session(self._directory) as session:
             deadline = asyncio.get_running_loop().time() + READY_WITHIN_S
             while waiting_for:
                 names = {pid: name for name, pid in self.pids().items()}
@@ -317,7 +335,7 @@ class Deployment:
 async def not_ready_because(session: aiohttp.ClientSession, file: RunFile) -> str:
     """Why a service process is not ready; empty when it is."""
     try:
-        async with session.get(f"http://{file.http}/readyz") as response:
+        async with session.get(f"{file.http}/readyz") as response:
             text = (await response.text()).strip()
             return "" if response.status == 200 else text
     except (aiohttp.ClientError, TimeoutError) as exc:

@@ -15,11 +15,10 @@ import json
 
 import msgspec
 
+from ..bus.config import NatsSection
 from . import permissions
 from .permissions import Access
 
-# The largest internal message is a Route with 2M tokens' ids (DESIGN 2); config.NatsSection says the same.
-MAX_PAYLOAD = 8 * 1024 * 1024
 # What may wait for one connection: four of the largest messages. A client that reads slower than that is cut off.
 MAX_PENDING = 32 * 1024 * 1024
 # Of one connection. A client needs one wildcard inbox; a few hundred serve those that open one for each request. A
@@ -31,6 +30,8 @@ MAX_FILE_STORE = 6 * 1024 * 1024 * 1024
 MAX_MEMORY_STORE = 64 * 1024 * 1024
 # How long the server waits for the callout: a tenant gets its refusal after this when no callout runs.
 AUTH_TIMEOUT_S = 2
+
+TLS_TIMEOUT_S = 2
 
 RANDOM_PORT = -1
 
@@ -44,6 +45,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     server_name: str = "prefixbus"
     ports_dir: str = ""
+    max_payload: int = NatsSection().max_payload
+    tls_certificate: str = ""
+    tls_key: str = ""
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,13 +70,18 @@ def render(settings: Settings, keys: Keys) -> str:
     for worker in sorted(keys.workers):
         access = permissions.worker_bridge(worker)
         users[access.account].append(_user(keys.workers[worker], access, f"{access.role} {worker}"))
+    with_tls = bool(settings.tls_certificate)
+    tls = ""
+    if with_tls:
+        files = f"cert_file: {_text(settings.tls_certificate)}, key_file: {_text(settings.tls_key)}"
+        tls = f"tls {{ {files}, timeout: {TLS_TIMEOUT_S} }}\n"
     ports = f"ports_file_dir: {_text(settings.ports_dir)}\n" if settings.ports_dir else ""
     return f"""\
 # Written by `prefixbus`: edit nothing here, it is written anew at each start and when a worker is added.
 server_name: {_text(settings.server_name)}
 listen: {_text(f"{settings.host}:{settings.port}")}
-http: {_text(f"{settings.host}:{settings.monitor_port}")}
-{ports}max_payload: {MAX_PAYLOAD}
+{"https" if with_tls else "http"}: {_text(f"{settings.host}:{settings.monitor_port}")}
+{tls}{ports}max_payload: {settings.max_payload}
 max_pending: {MAX_PENDING}
 max_subscriptions: {MAX_SUBSCRIPTIONS}
 write_deadline: "5s"

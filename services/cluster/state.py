@@ -175,7 +175,12 @@ def nats_keys(state: Path) -> natsconf.Keys:
 
 def write_nats_config(state: Path, *, port: int, monitor_port: int, ports_dir: str = "") -> Path:
     """Writes nats/nats.conf for the keys that exist now and returns its path; the server reads it again at SIGHUP."""
+    loaded = config.load(state / "config.toml", os.environ)
+    certificate, key = loaded.tls.certificate, loaded.tls.key
     settings = natsconf.Settings(
+        max_payload=loaded.nats.max_payload,
+        tls_certificate=str((state / certificate).absolute()) if certificate else "",
+        tls_key=str((state / key).absolute()) if key else "",
         store_dir=str((state / "nats" / "store").absolute()),
         port=port,
         monitor_port=monitor_port,
@@ -192,6 +197,7 @@ def lock(state: Path) -> Iterator[None]:
 
     :raises StateLocked: another process holds it; the error names its pid."""
     path = state / "lock"
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _open_lock(path) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

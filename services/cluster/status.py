@@ -4,7 +4,6 @@
 import asyncio
 from pathlib import Path
 
-import aiohttp
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +17,7 @@ async def show(directory: Path) -> None:
     cluster = deployment.read_cluster(directory)
     console = Console()
     files = deployment.run_files(directory)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+    async with deployment.http_session(directory) as session:
         reasons = await asyncio.gather(*(deployment.not_ready_because(session, file) for file in files))
     table = Table(title=f"processes ({cluster.nats_url})", title_justify="left")
     for column in ("service", "instance", "pid", "http", "state"):

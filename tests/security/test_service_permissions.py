@@ -241,7 +241,7 @@ async def test_a_router_follows_the_policies_that_an_operator_sets(provisioned: 
         heard.append(message.data)
 
     await operator.publish_acked("$KV.POLICIES.current", b"round-robin")
-    await router.follow(permissions.STREAM_POLICIES, "$KV.POLICIES.current", hear, start="last")
+    await router.follow(subjects.STREAM_POLICIES, "$KV.POLICIES.current", hear, start="last")
     await operator.publish_acked("$KV.POLICIES.current", b"prefix-aware")
 
     await eventually(lambda: heard == [b"round-robin", b"prefix-aware"], "both policies at the router")
@@ -280,7 +280,7 @@ async def test_an_operator_reads_journal_record_and_registrations(provisioned: N
     await operator.follow(subjects.STREAM_JOURNAL, "pb.v1.journal.read-1", hear, start="all")
     await operator.follow(subjects.STREAM_JOURNAL, "pb.v1.outcome.*.read-1", hear, start="all")
     await operator.follow(subjects.STREAM_AUDIT, "pb.v1.audit.*.*", hear, start="new")
-    await operator.follow(permissions.STREAM_WORKERS, "$KV.WORKERS.w1", hear, start="new")
+    await operator.follow(subjects.STREAM_WORKERS, "$KV.WORKERS.w1", hear, start="new")
     await router.publish_acked(subjects.journal("read-1"), b"{}")
     await bridge.publish_acked(subjects.outcome("w1", "read-1"), b"{}")
     await bridge.publish_acked(subjects.audit("worker_bridge", "w1"), b"{}")
@@ -338,12 +338,12 @@ async def test_a_bridge_cannot_wipe_the_bucket_with_a_roll_up_of_its_own_key(pro
     other worker's registration."""
     bridge, other = await provisioned.bus("worker_bridge", "w1"), await provisioned.bus("worker_bridge", "w2")
     await other.publish_acked("$KV.WORKERS.w2", b"here")
-    before = await (await provisioned.probe("operator")).jetstream.stream_info(permissions.STREAM_WORKERS)
+    before = await (await provisioned.probe("operator")).jetstream.stream_info(subjects.STREAM_WORKERS)
 
     reply = await bridge.request("$KV.WORKERS.w1", b"", timeout_s=2, headers={"Nats-Rollup": "all"})
 
     assert b"rollup" in reply.data
-    after = await (await provisioned.probe("operator")).jetstream.stream_info(permissions.STREAM_WORKERS)
+    after = await (await provisioned.probe("operator")).jetstream.stream_info(subjects.STREAM_WORKERS)
     assert after.state.messages == before.state.messages
 
 

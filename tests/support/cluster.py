@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +23,9 @@ from prefixbus.cluster import deployment
 from .nats import eventually
 
 START_DEADLINE_S = 90.0
+STOP_DEADLINE_S = 60.0
+# For tests that start or stop a cluster within the test itself, on a machine that does other things too.
+TEST_TIMEOUT_S = 120
 MODEL = "smollm2"
 
 # What must be zero when nothing is being done: (service, metric).
@@ -38,7 +41,9 @@ IDLE = (
 
 
 class Cluster:
-    """`prefixbus up` on a state directory; `stop` ends it. Environment overrides of the config go in `environ`."""
+    """`prefixbus up` on a state directory; `with` starts it and ends it, also one that did not get up.
+
+    Environment overrides of the config go in `environ`."""
 
     def __init__(self, directory: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.state = directory / "state"
@@ -47,9 +52,15 @@ class Cluster:
         self._said: list[str] = []
         self.token = ""
 
+    def init(self) -> None:
+        """`prefixbus init`, for tests that edit the config before `start`."""
+        command = [sys.executable, "-m", "prefixbus", "init", "--state", str(self.state)]
+        made = subprocess.run(command, capture_output=True, text=True, check=True)
+        self.token = made.stdout.split("PREFIXBUS_TOKEN=")[1].split()[0]
+
     def start(self) -> None:
         command = [sys.executable, "-m", "prefixbus", "up", "--state", str(self.state), "--port", "0", *self._arguments]
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **self._environ}
         )
         self.wait_for_line("up: ", START_DEADLINE_S)
@@ -73,10 +84,16 @@ class Cluster:
         raise AssertionError(f"`up` did not say {start!r} in {deadline_s} s: {''.join(self._said)}{self.logs()}")
 
     def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        with self.process:
-            return self.process.wait(timeout=60)
+        """Ends `up` the ordinary way and returns its exit status; may be called again, and when nothing was started."""
+        if self._process is None:
+            return 0
+        self._process.terminate()
+        with self._process as process:
+            try:
+                return process.wait(timeout=STOP_DEADLINE_S)
+            finally:
+                # Its children die with it.
+                process.kill()
 
     @property
     def file(self) -> deployment.ClusterFile:
@@ -96,7 +113,8 @@ class Cluster:
         return pid
 
     async def client(self, tenant: str = "demo", token: str = "", scope: str = "") -> Client:
-        return await Client.connect(self.url, tenant=tenant, token=token or self.token, scope=scope)
+        tls = deployment.tls_of(self.state)
+        return await Client.connect(self.url, tenant=tenant, token=token or self.token, scope=scope, tls=tls)
 
     async def operator(self) -> Bus:
         return await deployment.connect(self.state, "operator", self.url)
@@ -112,7 +130,7 @@ class Cluster:
 
     def metrics_of(self, file: deployment.RunFile) -> dict[str, float]:
         """One process's metrics, by `name` or `name{a="b"}`."""
-        with urllib.request.urlopen(f"http://{file.http}/metrics", timeout=5) as reply:
+        with self.open(f"{file.http}/metrics") as reply:
             text = reply.read().decode()
         found = {}
         for family in text_string_to_metric_families(text):
@@ -120,6 +138,10 @@ class Cluster:
                 labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
                 found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return found
+
+    def open(self, url: str) -> Any:
+        """A GET of a service's HTTP port; a context manager, as urlopen gives it."""
+        return urllib.request.urlopen(url, timeout=5, context=deployment.tls_of(self.state))
 
     def is_ready_again(self, name: str, old_pid: int) -> bool:
         """Whether the process of this name is another one than before, and ready."""
@@ -131,7 +153,7 @@ class Cluster:
         for file in deployment.run_files(self.state):
             if file.pid == pid:
                 try:
-                    with urllib.request.urlopen(f"http://{file.http}/readyz", timeout=5) as reply:
+                    with self.open(f"{file.http}/readyz") as reply:
                         return bool(reply.status == 200)
                 except OSError:
                     return False

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,33 +18,21 @@ TOOLS_MODEL = "smollm2-tools"
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Twice the services, two workers. Tests leave it idle."""
-    running = Cluster(
-        tmp_path_factory.mktemp("cluster"),
-        "--workers",
-        "2",
-        "--scale",
-        "tokenizer=2,router=2,directory=2,auditor=2",
-    )
-    running.start()
-    yield running
-    assert running.stop() == 0
+    scale = "tokenizer=2,router=2,directory=2,auditor=2"
+    with Cluster(tmp_path_factory.mktemp("cluster"), "--workers", "2", "--scale", scale) as running:
+        yield running
+        assert running.stop() == 0
 
 
 @pytest.fixture(scope="session")
 def tools_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One worker that serves SmolLM2's tokens with a ChatML template that knows tools."""
     running = Cluster(tmp_path_factory.mktemp("tools"), "--workers", "1", "--model", TOOLS_MODEL)
-    made = subprocess.run(
-        [sys.executable, "-m", "prefixbus", "init", "--state", str(running.state)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    running.token = made.stdout.split("PREFIXBUS_TOKEN=")[1].split()[0]
+    running.init()
     _add_tools_model(running.state)
-    running.start()
-    yield running
-    assert running.stop() == 0
+    with running:
+        yield running
+        assert running.stop() == 0
 
 
 @pytest.fixture

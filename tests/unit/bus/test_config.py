@@ -36,6 +36,7 @@ def test_the_environment_overrides_the_file() -> None:
         "PREFIXBUS_ROUTER__LOOKUP_TIMEOUT_MS": "20",
         "PREFIXBUS_NATS__URL": "nats://127.0.0.1:9",
         "PREFIXBUS_TOKEN": "not a config key",
+        "PREFIXBUS_STATE": "elsewhere",
         "OTHER__THING": "1",
     }
 
@@ -49,6 +50,19 @@ def test_the_environment_overrides_the_file() -> None:
 def test_an_unknown_override_is_named() -> None:
     with pytest.raises(ConfigInvalid, match="bogus"):
         config.parse("", {"PREFIXBUS_ROUTER__BOGUS": "1"})
+
+
+def test_a_variable_that_is_no_override_is_named() -> None:
+    with pytest.raises(ConfigInvalid, match="PREFIXBUS_ROUTER_LOOKUP_TIMEOUT_MS"):
+        config.parse("", {"PREFIXBUS_ROUTER_LOOKUP_TIMEOUT_MS": "20"})
+
+
+def test_an_override_finds_a_model_whatever_its_case() -> None:
+    text = "[models.Tiny-Llama]\ntokenizer = 't'\nmodel_revision = 'r'"
+
+    loaded = config.parse(text, {"PREFIXBUS_MODELS__TINY-LLAMA__PROFILE": "instant"})
+
+    assert loaded.models["Tiny-Llama"].profile == "instant"
 
 
 def test_a_missing_file_says_what_makes_it(tmp_path: Path) -> None:
