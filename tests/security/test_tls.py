@@ -57,6 +57,9 @@ async def test_plain_connections_are_turned_away(cluster: Cluster) -> None:
             password=cluster.token,
             connect_timeout_s=2,
         )
+
+
+def test_plain_http_is_turned_away(cluster: Cluster) -> None:
     for file in deployment.run_files(cluster.state):
         with pytest.raises(OSError):
             urllib.request.urlopen(file.http.replace("https://", "http://") + "/metrics", timeout=5)
