@@ -122,12 +122,13 @@ class Desk:
 
     def lost(self, lost: Lost) -> None:
         """A life of a worker is over: whoever waits for it should know."""
-        for request in list(self.in_hand.values()):
-            request.post(functools.partial(request.attempts.lost, lost.worker, lost.incarnation))
+        for request in self.in_hand.values():
+            if request.attempts.worker == lost.worker:
+                request.post(functools.partial(request.attempts.lost, lost.worker, lost.incarnation))
 
     def cancelled(self, tenant: str, client_request_id: str) -> None:
         self.cancels.heard(tenant, client_request_id, self.clock.now())
-        for request in list(self.by_label.get((tenant, client_request_id), {}).values()):
+        for request in self.by_label.get((tenant, client_request_id), {}).values():
             request.post(request.attempts.cancel)
 
     def outcome(self, outcome: Outcome) -> None:
