@@ -10,6 +10,8 @@ bit for bit on another machine, and libm's transcendentals differ between them."
 
 import msgspec
 
+from ..bus.errors import ConfigInvalid
+
 
 class PrefillModel(msgspec.Struct, frozen=True, array_like=True):
     """Prefill time of one (machine, model) pair: `fixed_ms + token_ms*n + attention_ms*n*(L - n/2)` for n uncached
@@ -32,6 +34,17 @@ PROFILES: dict[str, PrefillModel] = {
     "h100-70b": PrefillModel(5.74 + 4.8 * 1.19 + 2.0 + 16.0, 0.0172 * 2.19 * 1.2, 4e-8 * 1.25, 5.2e-5 * 0.625),
     "instant": PrefillModel(0.0, 0.0, 0.0, 0.0),
 }
+
+
+def profile_of(model: str, profile: str) -> PrefillModel:
+    """The profile that the config names for a model. :raises ConfigInvalid: there is none of this name."""
+    if profile not in PROFILES:
+        raise ConfigInvalid(
+            f"{profile[:80]!r} is not a profile.",
+            field=f"models.{model}.profile",
+            remedy=f"Use one of: {', '.join(PROFILES)}.",
+        )
+    return PROFILES[profile]
 
 
 def kv_price_ms(model: PrefillModel, uncached_tokens: int, prompt_tokens: int) -> float:

@@ -19,7 +19,15 @@ import msgspec
 
 from .. import __version__
 from ..bus import frames, subjects
-from ..bus.errors import BusUnavailable, DeadlineExceeded, NoWorkers, Overloaded, PrefixbusError, Unavailable
+from ..bus.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    NoWorkers,
+    Overloaded,
+    PrefixbusError,
+    Unavailable,
+    UnknownModel,
+)
 from ..bus.messages import (
     ABORT,
     DISPATCH,
@@ -38,10 +46,9 @@ from ..bus.messages import (
     Route,
 )
 from ..bus.runtime import Runtime
-from . import journal, policy
+from . import cost, journal, policy
 from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
 from .cancels import Cancels
-from .cost import PROFILES, PrefillModel
 from .fleet import Available, Fleet, Lost, Survey
 from .metrics import Metrics
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
@@ -68,7 +75,6 @@ RETRY_AFTER_S = 1
 MAX_IN_HAND = 20_000
 # Ended requests whose late attempts are told to stop.
 REMEMBER_ANSWERED = 10_000
-DEFAULT_PROFILE = "h100-8b"
 
 
 class Desk:
@@ -92,12 +98,7 @@ class Desk:
         self.answered: dict[str, None] = {}
         self.empty = asyncio.Event()
         self.empty.set()
-        self._models = {
-            name: PROFILES.get(section.profile, PROFILES[DEFAULT_PROFILE]) for name, section in rt.config.models.items()
-        }
-
-    def prefill_model(self, model: str) -> PrefillModel:
-        return self._models.get(model, PROFILES[DEFAULT_PROFILE])
+        self.models = {name: cost.profile_of(name, section.profile) for name, section in rt.config.models.items()}
 
     async def serve(self, route: Route) -> None:
         """A request from arrival to end. Never raises: what goes wrong with one is no other's business."""
@@ -315,6 +316,9 @@ class Request:
         now, wall = desk.clock.now(), desk.clock.wall()
         if wall >= route.deadline_at:
             return attempts.deadline()
+        model = desk.models.get(route.model)
+        if model is None:
+            return attempts.nobody(UnknownModel(f"{route.model[:80]!r} is not in the router's configuration."))
         survey = desk.fleet.survey(route.model, route.serves, now)
         available = survey.available
         if attempts.avoid:
@@ -327,7 +331,7 @@ class Request:
             available,
             self._holdings,
             self._shared_blocks,
-            desk.prefill_model(route.model),
+            model,
             current,
             now,
             whole_fleet=SCHEMES[current.name].whole_fleet,

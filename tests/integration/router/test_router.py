@@ -19,7 +19,7 @@ from prefixbus.bus.messages import DECISION, DecisionRecord, Level
 from prefixbus.bus.runtime import Runtime
 from prefixbus.router import dispatching, service
 
-from .fakes import TENANT, Answer, Client, FakeBridge, FakeDirectory
+from .fakes import BLOCK, MODEL, TENANT, Answer, Client, FakeBridge, FakeDirectory
 
 CLOCK = RealClock()
 FAST_LEASES: dict[str, Any] = {"suspect_after_s": 0.4, "lost_after_s": 0.8, "accept_timeout_ms": 200.0}
@@ -65,7 +65,8 @@ class World:
 
     async def router(self, name: str = "router-1", *, policy: str = "prefix-aware", **settings: Any) -> RunningRouter:
         section = msgspec.convert(settings, config.RouterSection)
-        chosen = config.Config(router=section, policy=config.PolicySection(name=policy))
+        model = config.ModelSection(tokenizer="t", model_revision="sha256:w", block_size=BLOCK)
+        chosen = config.Config(router=section, policy=config.PolicySection(name=policy), models={MODEL: model})
         rt = Runtime("router", name, self.server.state, chosen, CLOCK)
         rt.bus = await self.server.bus("router", instance=name)
         running = RunningRouter(rt)
