@@ -101,12 +101,8 @@ def bench_path(prompt_tokens: int) -> dict[str, Any]:
     """One row; takes about 35 s."""
     with tempfile.TemporaryDirectory(prefix="prefixbus-bench-") as folder:
         environ = {"PREFIXBUS_MODELS__SMOLLM2__PROFILE": "instant"}
-        cluster = Cluster(Path(folder), "--workers", "2", environ=environ)
-        cluster.start()
-        try:
+        with Cluster(Path(folder), "--workers", "2", environ=environ) as cluster:
             return asyncio.run(_measure(cluster, prompt_tokens))
-        finally:
-            cluster.stop()
 
 
 async def _measure(cluster: Cluster, prompt_tokens: int) -> dict[str, Any]:

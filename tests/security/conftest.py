@@ -11,9 +11,11 @@ WORKERS = ["w1", "w2"]
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     running = NatsServer(tmp_path_factory.mktemp("nats"), WORKERS)
-    running.start()
-    yield running
-    running.stop()
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
 
 
 @pytest.fixture

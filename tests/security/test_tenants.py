@@ -9,6 +9,7 @@ import pytest
 from support.nats import NatsServer, Probe, RunningCallout, eventually
 
 from prefixbus.bus import subjects
+from prefixbus.bus.config import NatsSection
 from prefixbus.cluster import natsconf, state
 
 REFUSED = "Authorization Violation"
@@ -218,7 +219,7 @@ async def test_a_connection_with_too_many_subscriptions_is_cut(acme: Probe) -> N
 
 async def test_a_payload_over_the_servers_limit_never_leaves_the_client(acme: Probe) -> None:
     with pytest.raises(nats.errors.MaxPayloadError):
-        await acme.client.publish(subjects.infer("acme", "m"), bytes(natsconf.MAX_PAYLOAD + 1))
+        await acme.client.publish(subjects.infer("acme", "m"), bytes(NatsSection().max_payload + 1))
 
 
 async def test_a_body_over_our_own_limit_still_reaches_the_service_that_says_so(

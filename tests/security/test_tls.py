@@ -31,9 +31,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, authority: trustme.CA) -> 
     authority.cert_pem.write_to_path(running.state / "creds" / "ca.pem")
     with (running.state / "config.toml").open("a") as config:
         config.write('\n[tls]\ncertificate = "creds/server.pem"\nkey = "creds/server-key.pem"\nca = "creds/ca.pem"\n')
-    running.start()
-    yield running
-    assert running.stop() == 0
+    with running:
+        yield running
+        assert running.stop() == 0
 
 
 async def test_a_request_goes_through_and_the_ports_are_https(cluster: Cluster) -> None:

@@ -50,7 +50,24 @@ class Cluster:
         self._arguments = arguments
         self._environ = environ or {}
         self._said: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
         self.token = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None, "not started"
+        return self._process
 
     def init(self) -> None:
         """`prefixbus init`, for tests that edit the config before `start`."""
