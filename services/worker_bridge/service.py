@@ -15,9 +15,8 @@ from nats.aio.msg import Msg
 
 from ..bus import blockkeys, identity, messages, namespace, revision, subjects
 from ..bus.config import ModelSection
-from ..bus.connection import Listener
 from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
-from ..bus.messages import VERSION, Accept, Dispatch, Fact, Job, Load
+from ..bus.messages import VERSION, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
 from ..bus.runtime import DRAIN_S, Runtime
 from .admission import Admission, Offer, Verdict
 from .blocks import BlockIndex
@@ -202,31 +201,16 @@ class Bridge:
     # --- what comes in ---
 
     async def _subscribe(self) -> None:
-        handlers = {
-            subjects.work(self._worker): self._on_work,
-            subjects.control(self._worker, "ping"): self._on_ping,
-            subjects.control(self._worker, "dump"): self._on_dump,
-            subjects.control(self._worker, "reset"): self._on_reset,
-            subjects.control(self._worker, "abort"): self._on_abort,
-            subjects.ALL_CANCEL: self._on_cancel,
-            self.streams.gone_subjects: self._on_client_gone,
-        }
-        for subject, handler in handlers.items():
-            await self._rt.bus.listen(subject, self._guarded(handler))
+        rt, worker = self._rt, self._worker
+        await rt.listen(subjects.work(worker), messages.DISPATCH, self._on_work)
+        await rt.listen_plain(subjects.control(worker, "ping"), self._on_ping)
+        await rt.listen(subjects.control(worker, "dump"), messages.DUMP_REQUEST, self._on_dump)
+        await rt.listen_plain(subjects.control(worker, "reset"), self._on_reset)
+        await rt.listen(subjects.control(worker, "abort"), messages.ABORT, self._on_abort)
+        await rt.listen_plain(subjects.ALL_CANCEL, self._on_cancel)
+        await rt.listen_plain(self.streams.gone_subjects, self._on_client_gone)
 
-    def _guarded(self, handler: Listener) -> Listener:
-        """The edge of the service: one bad message must not end a subscription."""
-
-        def guarded(message: Msg) -> None:
-            try:
-                handler(message)
-            except Exception as exc:
-                self._rt.caught(exc, f"message on {message.subject}")
-
-        return guarded
-
-    def _on_work(self, message: Msg) -> None:
-        dispatch = messages.DISPATCH.decode(message.data)
+    def _on_work(self, dispatch: Dispatch, message: Msg) -> None:
         job = messages.JOB.decode(dispatch.job)
         refusal = vet(
             dispatch,
@@ -329,8 +313,7 @@ class Bridge:
         if not self.life.is_own_ping(message.data):
             self._reply(message)
 
-    def _on_dump(self, message: Msg) -> None:
-        request = messages.DUMP_REQUEST.decode(message.data)
+    def _on_dump(self, request: DumpRequest, message: Msg) -> None:
         if request.incarnation != self.life.incarnation:
             self._reply(message, "This is another incarnation.")
             return
@@ -350,15 +333,18 @@ class Bridge:
             error = str(exc)
         except PrefixbusError as exc:
             error = exc.sentence()
+        except Exception as exc:
+            # The edge of the service: nobody else would hear of it but the task group, and that would end the bridge.
+            self._rt.caught(exc, "a reset failed")
+            error = PrefixbusError().sentence()
         else:
             # An idle engine does not announce it: we do, unless its own announcement has overtaken the answer.
             if self.index.clears == clears:
                 self._feed.add(self.index.clear())
         self._reply(message, error)
 
-    def _on_abort(self, message: Msg) -> None:
+    def _on_abort(self, abort: Abort, message: Msg) -> None:
         """Answers how far the attempt was: nothing published (empty), `started`, or `ended` (all was said already)."""
-        abort = messages.ABORT.decode(message.data)
         ticket = self.admission.stop_attempt(abort.request_id, abort.attempt, self._rt.clock.now())
         stage = "ended" if self.admission.has_ended(abort.request_id, abort.attempt) else ""
         if ticket is not None and self.streams.stop(ticket, Cancelled("Stopped by the router."), Told.NOBODY):

@@ -182,6 +182,22 @@ async def test_a_hit_beyond_what_is_held_is_counted_as_wrong(tmp_path: Path) -> 
             await eventually(lambda: wrong() == 1, "a wrong hit")
 
 
+class Broken(VllmHttp):
+    """An engine whose client fails as nobody foresaw."""
+
+    async def reset_prefix_cache(self) -> None:
+        raise RuntimeError("a defect")
+
+
+async def test_a_reset_that_fails_unforeseen_is_an_error_and_ends_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving(engine=Broken(here.engine.url, MODEL)):
+        reply = await here.control("reset")
+
+        assert reply.error
+        assert here.registry.get_sample_value("prefixbus_failures_total", {"code": "internal"}) == 1
+        await here.ask(here.job(prompt(1, 20)))
+
+
 # -- the name
 
 
