@@ -11,8 +11,19 @@ import anyio
 from nats.aio.msg import Msg
 
 from ..bus import subjects
-from ..bus.errors import PrefixbusError
-from ..bus.messages import ACCEPT, CONTROL_REPLY, DISPATCHED, LOAD, OUTCOME, ROUTE
+from ..bus.errors import BadSubject, PrefixbusError
+from ..bus.messages import (
+    ACCEPT,
+    CONTROL_REPLY,
+    DISPATCHED,
+    LOAD,
+    OUTCOME,
+    ROUTE,
+    Dispatched,
+    Load,
+    Outcome,
+    Route,
+)
 from ..bus.runtime import Runtime
 from . import policy
 from .dispatching import ABORTS, DISPATCHES, STARTED, Desk, Request
@@ -34,15 +45,15 @@ async def run(rt: Runtime) -> None:
     rt.bus.on_connection_change.append(wires.connection_changed)
     rt.task_group.start_soon(wires.sweep)
     rt.task_group.start_soon(desk.recorder.write_all)
-    await rt.bus.listen(subjects.ALL_LOAD, wires.load)
-    await rt.bus.listen(subjects.DISPATCHED, wires.dispatched)
-    await rt.bus.listen(subjects.ALL_OUTCOME, wires.outcome)
-    await rt.bus.listen(subjects.ALL_CANCEL, wires.cancel)
-    await rt.bus.listen(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
-    await rt.bus.listen(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
+    await rt.listen(subjects.ALL_LOAD, LOAD, wires.load)
+    await rt.listen(subjects.DISPATCHED, DISPATCHED, wires.dispatched)
+    await rt.listen(subjects.ALL_OUTCOME, OUTCOME, wires.outcome)
+    await rt.listen_plain(subjects.ALL_CANCEL, wires.cancel)
+    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
+    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
     await rt.bus.follow(POLICY_STREAM, POLICY_SUBJECT, wires.new_policy, start="last")
     await anyio.sleep(LEARN_S)
-    requests = await rt.bus.listen(subjects.ALL_ROUTE, wires.route, queue=QUEUE_GROUP)
+    requests = await rt.listen(subjects.ALL_ROUTE, ROUTE, wires.route, queue=QUEUE_GROUP)
     rt.ready()
     await rt.stopping.wait()
     await requests.drain()
@@ -51,56 +62,32 @@ async def run(rt: Runtime) -> None:
 
 
 class Wires:
-    """What each kind of message means to the desk. A message that is not ours is counted and dropped."""
+    """What each kind of message means to the desk. What these raise is counted, and the message dropped
+    (`Runtime.listen`)."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._rt = desk.rt
 
-    def route(self, message: Msg) -> None:
-        try:
-            route = ROUTE.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
+    def route(self, route: Route, _: Msg) -> None:
         self._rt.task_group.start_soon(self._desk.serve, route)
 
-    def load(self, message: Msg) -> None:
-        try:
-            load = LOAD.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
-        # The subject is what the server's permissions vouch for.
-        if message.subject == subjects.load(load.worker):
-            lost = self._desk.fleet.heard(load, self._desk.clock.now())
-            if lost is not None:
-                self._desk.lost(lost)
+    def load(self, load: Load, message: Msg) -> None:
+        _check_sender(subjects.load(load.worker), message)
+        lost = self._desk.fleet.heard(load, self._desk.clock.now())
+        if lost is not None:
+            self._desk.lost(lost)
 
-    def dispatched(self, message: Msg) -> None:
-        try:
-            announced = DISPATCHED.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
+    def dispatched(self, announced: Dispatched, _: Msg) -> None:
         if announced.router != self._rt.instance:
             self._desk.dispatched(announced)
 
-    def outcome(self, message: Msg) -> None:
-        try:
-            outcome = OUTCOME.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
-        if message.subject == subjects.outcome(outcome.worker, outcome.request_id):
-            self._desk.outcome(outcome)
+    def outcome(self, outcome: Outcome, message: Msg) -> None:
+        _check_sender(subjects.outcome(outcome.worker, outcome.request_id), message)
+        self._desk.outcome(outcome)
 
     def cancel(self, message: Msg) -> None:
-        try:
-            tenant, client_request_id = subjects.parse_cancel(message.subject)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
+        tenant, client_request_id = subjects.parse_cancel(message.subject)
         self._desk.cancelled(tenant, client_request_id)
 
     def accept(self, message: Msg) -> None:
@@ -110,11 +97,7 @@ class Wires:
             if request is not None:
                 request.post(functools.partial(request.attempts.unreachable, attempt))
             return
-        try:
-            accept = ACCEPT.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
+        accept = ACCEPT.decode(message.data)
         if request is not None:
             request.post(functools.partial(request.hear_accept, accept))
         elif request_id in self._desk.answered and accept.refused in ("", STARTED):
@@ -128,13 +111,8 @@ class Wires:
             return
         if _nobody_listens(message):
             request.post(functools.partial(request.attempts.unreachable, attempt))
-            return
-        try:
-            reply = CONTROL_REPLY.decode(message.data)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, f"on {message.subject}")
-            return
-        request.post(functools.partial(request.hear_withdrawn, attempt, reply))
+        else:
+            request.post(functools.partial(request.hear_withdrawn, attempt, CONTROL_REPLY.decode(message.data)))
 
     async def new_policy(self, message: Msg) -> None:
         """An invalid policy is refused, and the one in force stays; without any, the configured one is."""
@@ -174,6 +152,12 @@ class Wires:
         is attempt 0, of which nobody knows anything."""
         request_id, attempt = message.subject.split(".")[-2:]
         return self._desk.in_hand.get(request_id), request_id, int(attempt) if attempt.isdecimal() else 0
+
+
+def _check_sender(expected: str, message: Msg) -> None:
+    """The server's permissions vouch for the subject, nobody for the body."""
+    if message.subject != expected:
+        raise BadSubject(f"a message for {expected} came on {message.subject}.")
 
 
 def _nobody_listens(message: Msg) -> bool:

@@ -47,6 +47,8 @@ class FakeBridge:
     def __init__(self, bus: Bus, worker: str, **load: Any) -> None:
         self.bus = bus
         self.worker = worker
+        # Whose heartbeats it sends.
+        self.speaks_for = worker
         self.answer: Callable[[Dispatch], str | None] = lambda dispatch: ""
         self.streams = True
         self.queue_ms = 0.0
@@ -84,7 +86,7 @@ class FakeBridge:
     async def report(self) -> None:
         values: dict[str, Any] = {
             "v": VERSION,
-            "worker": self.worker,
+            "worker": self.speaks_for,
             "incarnation": 1,
             "report": next(self._reports),
             "event_seq": 0,

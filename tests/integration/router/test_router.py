@@ -456,3 +456,35 @@ async def test_messages_that_are_not_ours_are_counted_and_the_router_goes_on(wor
     await world.ended(answer)
 
     assert answer.code == ""
+
+
+async def test_a_heartbeat_that_speaks_for_another_worker_is_counted_and_not_believed(world: World) -> None:
+    await world.bridge("w1")
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    impostor = await world.bridge("w2", report=10**9, draining=True)
+    impostor.speaks_for = "w1"
+    await eventually(lambda: router.value("prefixbus_failures_total", code="bad_subject") > 0, "it is counted")
+
+    assert router.knows("w1")
+
+
+async def test_a_message_that_breaks_its_handler_is_counted_and_the_next_is_served(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.bridge("w1")
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(router.desk, "cancelled", broken)
+        await world.client.cancel("mine")
+        await eventually(lambda: router.value("prefixbus_failures_total", code="internal") == 1, "it is counted")
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""
