@@ -13,9 +13,11 @@ outcome said about a request that was not announced yet is remembered for a whil
 stopped, that clock stands still, so coming back it does not take the whole fleet for dead.
 
 Owns: worker states, bookings, prefill rates.   Must not know: NATS, prices, who chose what and why.
-Units: `now` in seconds on a monotonic clock, queues in ms.   Source: DESIGN 5 (leases), facts/policy.md (herding)."""
+Units: `now` in seconds on a monotonic clock, queues in ms, bookings in whole microseconds (sums of floats drift, and a
+load that never ends at 0 is a lie).   Source: DESIGN 5 (leases), facts/policy.md (herding)."""
 
 import heapq
+import math
 from typing import Generic, NamedTuple, TypeVar
 
 from ..bus.messages import Load
@@ -30,6 +32,8 @@ REMEMBER_MAX = 65536
 # A lost worker is forgotten, name and all, after this.
 FORGET_AFTER_S = 300.0
 RATE_WINDOW_S = 10.0
+# No announced prefill is believed beyond this: an hour of it.
+PREFILL_MAX_MS = 3_600_000.0
 
 
 class Lost(NamedTuple):
@@ -87,7 +91,7 @@ class _Heard(Generic[T]):
 
 
 class _Booking:
-    __slots__ = ("attempt", "booked_at", "expires_at", "prefill_ms", "request_id", "worker")
+    __slots__ = ("attempt", "booked_at", "expires_at", "prefill_us", "request_id", "worker")
 
     def __init__(
         self, request_id: str, attempt: int, worker: str, prefill_ms: float, booked_at: float, expires_at: float
@@ -95,7 +99,7 @@ class _Booking:
         self.request_id = request_id
         self.attempt = attempt
         self.worker = worker
-        self.prefill_ms = prefill_ms
+        self.prefill_us = _microseconds(prefill_ms)
         self.booked_at = booked_at
         self.expires_at = expires_at
 
@@ -139,7 +143,7 @@ class Worker:
         "is_lost",
         "load",
         "queued",
-        "queued_ms",
+        "queued_us",
     )
 
     def __init__(self, load: Load, now: float, heard_at: float) -> None:
@@ -149,7 +153,7 @@ class Worker:
         self.bookings: dict[str, _Booking] = {}
         # Those of them that no report contains yet.
         self.queued: dict[str, _Booking] = {}
-        self.queued_ms = 0.0
+        self.queued_us = 0
         self._base_queue_ms = load.queue_ms
         self._reported_at = now
         self._rate = _Rate(now)
@@ -157,7 +161,7 @@ class Worker:
     def queue_ms(self, now: float) -> float:
         """Prefill work ahead of a request that is dispatched now."""
         passed_ms = (now - self._reported_at) * 1000.0
-        return max(0.0, self._base_queue_ms - passed_ms) + self.queued_ms
+        return max(0.0, self._base_queue_ms - passed_ms) + self.queued_us / 1000.0
 
     def rho(self, now: float) -> float:
         """The share of its time that its prefills took lately; above 1 when more was dispatched than it can do."""
@@ -190,28 +194,29 @@ class Worker:
 
     def add(self, booking: _Booking, *, queued: bool, now: float) -> None:
         self.bookings[booking.request_id] = booking
-        self._rate.add(booking.prefill_ms, now)
+        self._rate.add(booking.prefill_us / 1000.0, now)
         if queued:
             self.queued[booking.request_id] = booking
-            self._sum_queued()
+            self.queued_us += booking.prefill_us
 
     def absorb(self, request_id: str) -> None:
         """The reported queue contains it from here on."""
-        if self.queued.pop(request_id, None) is not None:
-            self._sum_queued()
+        booking = self.queued.pop(request_id, None)
+        if booking is not None:
+            self.queued_us -= booking.prefill_us
+
+    def absorb_all(self) -> None:
+        self.queued = {}
+        self.queued_us = 0
 
     def remove(self, booking: _Booking, *, never_ran: bool, now: float) -> None:
         del self.bookings[booking.request_id]
         self.absorb(booking.request_id)
         if never_ran:
-            self._rate.add(-booking.prefill_ms, now)
-
-    def _sum_queued(self) -> None:
-        # Summed anew each time: adding and subtracting floats would drift, and a load that never ends at 0 is a lie.
-        self.queued_ms = sum(booking.prefill_ms for booking in self.queued.values())
+            self._rate.add(-booking.prefill_us / 1000.0, now)
 
     def __repr__(self) -> str:
-        return f"<Worker {self.load.worker} in flight={len(self.bookings)} queued_ms={self.queued_ms:.0f}>"
+        return f"<Worker {self.load.worker} in flight={len(self.bookings)} queued_ms={self.queued_us / 1000:.0f}>"
 
 
 class Fleet:
@@ -355,8 +360,7 @@ class Fleet:
         state = self._workers.get(worker)
         if state is not None and state.load.incarnation == incarnation:
             state.set_queue(queue_ms, now)
-            for request_id in list(state.queued):
-                state.absorb(request_id)
+            state.absorb_all()
 
     def in_flight(self) -> dict[str, int]:
         """Booked dispatches by worker."""
@@ -366,7 +370,7 @@ class Fleet:
         """What is left when every request has ended: nothing, or the books do not balance."""
         leftovers = [f"{one.request_id}/{one.attempt} on {one.worker}" for one in self._bookings.values()]
         for name, worker in self._workers.items():
-            if len(worker.bookings) or len(worker.queued) or worker.queued_ms != 0.0:
+            if len(worker.bookings) or len(worker.queued) or worker.queued_us:
                 leftovers.append(f"{name}: {worker!r}")
         return leftovers
 
@@ -392,3 +396,8 @@ class Fleet:
     def _drop_all(self, worker: Worker, now: float) -> None:
         for booking in list(worker.bookings.values()):
             self._drop(booking, never_ran=False, now=now)
+
+
+def _microseconds(ms: float) -> int:
+    """Whole microseconds of an announced estimate; an absurd one counts as none, or as an hour."""
+    return 0 if math.isnan(ms) else int(1000 * min(max(ms, 0.0), PREFILL_MAX_MS))

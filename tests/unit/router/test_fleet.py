@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from prefixbus.bus.messages import Load
-from prefixbus.router.fleet import MAX_STEP_S, SURELY_REPORTED_S, Fleet, Lost, Survey
+from prefixbus.router.fleet import MAX_STEP_S, PREFILL_MAX_MS, SURELY_REPORTED_S, Fleet, Lost, Survey
 
 MODEL, SERVES = "m", "digest"
 
@@ -125,6 +125,33 @@ def test_a_refusal_corrects_the_queue() -> None:
 
     assert queue_ms(books, 0.0) == 400.0
     assert books.idle() == []
+
+
+def test_thousands_of_bookings_come_and_go_and_leave_exactly_nothing() -> None:
+    """Floats added and subtracted would leave a rest."""
+    books = fleet(load(slots=10_000))
+
+    for n in range(3_000):
+        books.book(f"r{n}", 1, "w1", 1, 0.1 * (n % 7), 0.0, 60.0)
+    for n in range(0, 3_000, 2):
+        books.settle(f"r{n}", 1, 0.0)
+    for n in range(1, 3_000, 2):
+        books.settle(f"r{n}", 1, 0.0)
+
+    assert queue_ms(books, 0.0) == 0.0
+    assert books.idle() == []
+
+
+@pytest.mark.parametrize("ms", [float("nan"), float("inf"), -5.0])
+def test_an_absurd_announcement_does_not_poison_the_queue(ms: float) -> None:
+    books = fleet(load())
+
+    books.book("r1", 1, "w1", 1, ms, 0.0, 60.0)
+    booked = queue_ms(books, 0.0)
+    books.settle("r1", 1, 0.0)
+
+    assert 0.0 <= booked <= PREFILL_MAX_MS
+    assert queue_ms(books, 0.0) == 0.0
 
 
 def test_a_second_attempt_moves_the_booking() -> None:
@@ -312,7 +339,7 @@ class BooksBalance(RuleBasedStateMachine):
     def queues_are_sums_of_what_is_booked(self) -> None:
         for worker in self.books._workers.values():
             assert worker.queued.keys() <= worker.bookings.keys()
-            assert worker.queued_ms == sum(one.prefill_ms for one in worker.queued.values())
+            assert worker.queued_us == sum(one.prefill_us for one in worker.queued.values())
             assert 0 <= worker.rho(self.now)
         booked = sum(self.books.in_flight().values())
         assert booked == len(self.books._bookings)
