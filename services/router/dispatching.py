@@ -451,16 +451,17 @@ class Request:
             self._desk.rt.caught(exc, "an answer could not be sent", request_id=self._route.request_id)
 
     async def _let_go(self) -> None:
-        """The request's task is being cancelled, or failed: nothing stays booked, and nobody waits in vain."""
-        accepted = self.attempts.state in (State.ACCEPTED, State.STREAMING)
-        self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, self._desk.clock.now())
+        """The request's task is being cancelled, or failed: nobody waits in vain, and nobody counts on what will not
+        be."""
+        attempts = self.attempts
         self._code = self._code or Unavailable.code
-        if accepted:
-            return  # its bridge ends it
-        self.attempts.error = self.attempts.error or Unavailable("The router is going away.")
+        if attempts.state in (State.ACCEPTED, State.STREAMING):
+            return  # its bridge ends it, and the outcome settles it
+        attempts.error = attempts.error or Unavailable("The router is going away.")
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1.0):
-            if self.attempts.worker:
-                self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
+            if attempts.state in (State.OFFERED, State.WITHDRAWING):
+                self._desk.abort(attempts.worker, self._route.request_id, attempts.attempt)
+                await self._take_back()
             await self._answer()
 
     def _start(self, timer: str, seconds: float, due: Callable[[], None]) -> None:

@@ -15,9 +15,10 @@ from support.nats import NatsServer, eventually
 
 from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
-from prefixbus.bus.messages import DECISION, DecisionRecord, Level
+from prefixbus.bus.messages import DECISION, DISPATCHED, DecisionRecord, Dispatched, Level
 from prefixbus.bus.runtime import Runtime
 from prefixbus.router import dispatching, service
+from prefixbus.router.attempts import State
 
 from .fakes import BLOCK, MODEL, TENANT, Answer, Client, FakeBridge, FakeDirectory
 
@@ -440,6 +441,57 @@ async def test_cancelling_the_router_leaves_nothing_booked_and_nobody_waiting(wo
 
     assert answer.code == "unavailable"
     assert router.desk.idle() == []
+
+
+async def test_what_a_router_announced_and_lets_go_of_is_taken_back(world: World) -> None:
+    """Else the other routers and the directory would count on it until it expires, 10 s later."""
+    bridge = await world.bridge("w1")
+    bridge.answer = lambda dispatch: None
+    router = await world.router("router-1", accept_timeout_ms=60_000.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    announced: list[Dispatched] = []
+
+    async def hear(message: Msg) -> None:
+        announced.append(DISPATCHED.decode(message.data))
+
+    listener = await world.server.bus("directory", instance="i2")
+    await listener.subscribe(subjects.DISPATCHED, hear)
+    await listener.flush()
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(bridge.dispatches), "it is dispatched")
+
+    router.task.cancel()
+    await asyncio.wait({router.task}, timeout=10)
+    await world.ended(answer)
+
+    await eventually(lambda: len(announced) == 2, "it is taken back")
+    assert [(one.request_id, one.attempt, one.worker) for one in announced] == [("R1", 1, "w1"), ("R1", 1, "")]
+
+
+async def test_what_a_worker_accepted_stays_announced_when_its_router_goes(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router("router-1")
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(bridge.dispatches), "it is dispatched")
+    await eventually(lambda: router.desk.in_hand["R1"].attempts.state is State.ACCEPTED, "it is accepted")
+    announced: list[Dispatched] = []
+
+    async def hear(message: Msg) -> None:
+        announced.append(DISPATCHED.decode(message.data))
+
+    listener = await world.server.bus("directory", instance="i2")
+    await listener.subscribe(subjects.DISPATCHED, hear)
+    await listener.flush()
+    router.task.cancel()
+    await asyncio.wait({router.task}, timeout=10)
+    await router.rt.bus.flush()
+    await listener.flush()
+
+    assert announced == []
+    assert bridge.aborts == []
+    assert answer.ends == []
 
 
 async def test_messages_that_are_not_ours_are_counted_and_the_router_goes_on(world: World) -> None:
