@@ -12,7 +12,8 @@ Decisions, by what was chosen:
     partial-hit          it holds at least one block
     home-worker          nobody holds this prefix yet, and this is its home
     balanced-cold        nobody holds anything of use: by load
-    blind                caches played no part: the directory did not answer, or the policy does not look at them
+    blind                the directory did not answer: by load
+    round-robin          the policy of that name looks at neither caches nor load
 and, where a worker that holds more was passed over, by why:
     spill-max-wait       its queue is over `max_warm_wait_ms`
     spill-margin         it is later by more than the hit is worth, or than `margin_ms` allows
@@ -207,7 +208,7 @@ def _round_robin(request: RequestShape, candidates: list[Candidate], policy: Pol
     """The next worker by name, whatever it holds; the others follow in turn."""
     ranked = [price(request, candidate, policy) for candidate in sorted(candidates, key=_by_name)]
     first = request.ordinal % len(ranked)
-    return _decision("blind", ranked[first:] + ranked[:first], NO_LIMIT_MS, now)
+    return _decision("round-robin", ranked[first:] + ranked[:first], NO_LIMIT_MS, now)
 
 
 def _decision(name: str, ranking: list[Terms], max_queue_ms: float, now: float) -> Decision:

@@ -215,9 +215,10 @@ def test_round_robin_takes_each_worker_in_turn() -> None:
     fleet = [candidate("c", 976), candidate("a", queue_ms=1e5), candidate("b")]
     by = Policy(name="round-robin")
 
-    chosen = [choose(shape(1_000, ordinal=n), *fleet, by=by).order for n in range(4)]
+    chosen = [choose(shape(1_000, ordinal=n), *fleet, by=by) for n in range(4)]
 
-    assert chosen == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert [one.order for one in chosen] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert {one.name for one in chosen} == {"round-robin"}
 
 
 # --- all policies
