@@ -10,8 +10,11 @@ Units: tokens u32 LE (4 bytes each), keys u64 LE (8 bytes each).   Source: facts
 16."""
 
 import struct
+from typing import Literal
 
 import xxhash
+
+Warmth = Literal["warm", "partial", "cold"]
 
 _xxh3 = xxhash.xxh3_64_intdigest
 
@@ -38,3 +41,12 @@ def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
     """How many leading blocks of a prompt an engine can ever serve from cache: it always computes at least one
     token."""
     return max(0, prompt_tokens - 1) // block_size
+
+
+def warmth(prompt_tokens: int, cached_tokens: int, block_size: int) -> Warmth:
+    """How much of a prompt came, or will come, from cache (DESIGN 11): all full blocks but at most the last, at least
+    one block, or none."""
+    cached = cached_tokens // block_size
+    if cached <= 0:
+        return "cold"
+    return "warm" if cached >= prompt_tokens // block_size - 1 else "partial"

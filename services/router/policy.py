@@ -8,7 +8,7 @@ Must not know: how candidates were found, NATS, clocks, what an engine is.
 Units: ms, tokens.   Source: DESIGN 6, facts/policy.md.
 
 Decisions, by what was chosen:
-    prefer-warm-worker   it holds all that can be reused but at most the last block
+    prefer-warm-worker   it holds all full blocks but at most the last
     partial-hit          it holds at least one block
     home-worker          nobody holds this prefix yet, and this is its home
     balanced-cold        nobody holds anything of use: by load
@@ -25,13 +25,19 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from ..bus.blockkeys import reusable_blocks
+from ..bus.blockkeys import Warmth, warmth
 from ..bus.errors import ConfigInvalid
 from . import cost
 from .cost import PrefillModel
 
 # As good as no limit (11 days), and a number in JSON.
 NO_LIMIT_MS = 1e9
+
+_BY_WARMTH: dict[Warmth, str] = {
+    "warm": "prefer-warm-worker",
+    "partial": "partial-hit",
+    "cold": "balanced-cold",
+}
 
 _Ms = Annotated[float, Meta(ge=0)]
 
@@ -263,10 +269,7 @@ def _name(request: RequestShape, chosen: Terms, ranked: list[Terms], barred_beca
             return barred_because
         in_memory_alone = warmest.memory_wait_ms > 0 and warmest.cost_ms - warmest.memory_wait_ms <= chosen.cost_ms
         return "spill-memory" if in_memory_alone else "spill-margin"
-    if cached == 0:
-        return "balanced-cold"
-    reusable = reusable_blocks(request.prompt_tokens, request.block_size)
-    return "prefer-warm-worker" if cached >= (reusable - 1) * request.block_size else "partial-hit"
+    return _BY_WARMTH[warmth(request.prompt_tokens, cached, request.block_size)]
 
 
 def _max_queue_ms(request: RequestShape, ranked: list[Terms], policy: Policy) -> float:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..bus.blockkeys import warmth
 from ..bus.messages import Outcome
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
@@ -28,16 +29,6 @@ _DECISIONS = frozenset(
     )
 )
 _OTHER = "other"
-
-
-def warmth(prompt_tokens: int, cached_tokens: int | None, block_size: int) -> str:
-    """warm: all full blocks but at most the last came from cache; partial: at least one; cold: none."""
-    if cached_tokens is None:
-        return "unknown"
-    cached = cached_tokens // block_size
-    if not cached:
-        return "cold"
-    return "warm" if cached >= prompt_tokens // block_size - 1 else "partial"
 
 
 class _Now(Collector):
@@ -107,7 +98,8 @@ class BridgeMetrics:
         model = outcome.model
         self._requests.labels(model, outcome.status, outcome.error).inc()
         self._output.labels(model).inc(outcome.output_tokens)
-        kind = warmth(outcome.prompt_tokens, outcome.cached_tokens, self._block_size)
+        cached = outcome.cached_tokens
+        kind = "unknown" if cached is None else warmth(outcome.prompt_tokens, cached, self._block_size)
         prefix_class = outcome.prefix_class if outcome.prefix_class in _CLASSES else _OTHER
         if outcome.cached_tokens is not None:
             uncached = max(0, outcome.prompt_tokens - outcome.cached_tokens)

@@ -61,3 +61,29 @@ def test_a_chain_can_be_extended_block_by_block() -> None:
     first = blockkeys.extend(tokens[:128], 5)
 
     assert struct.pack("<2Q", first, blockkeys.extend(tokens[128:], first)) == blockkeys.chain(tokens, 32, 5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "what"),
+    [
+        pytest.param(100, 0, "cold", id="nothing"),
+        pytest.param(100, 15, "cold", id="less than a block"),
+        pytest.param(100, 16, "partial", id="one block of six"),
+        pytest.param(100, 79, "partial", id="four of six"),
+        pytest.param(100, 80, "warm", id="all but the last of six"),
+        pytest.param(100, 96, "warm", id="all six"),
+        pytest.param(96, 64, "partial", id="four of six, all full"),
+        pytest.param(96, 80, "warm", id="all that an engine can reuse of six"),
+        pytest.param(20, 16, "warm", id="the only block"),
+        pytest.param(10, 0, "cold", id="no full block"),
+    ],
+)
+def test_warmth_counts_full_blocks(prompt: int, cached: int, what: str) -> None:
+    assert blockkeys.warmth(prompt, cached, 16) == what
+
+
+@given(prompt=st.integers(0, 10_000), block_size=st.integers(1, 64))
+def test_who_reuses_all_that_can_be_reused_is_warm(prompt: int, block_size: int) -> None:
+    reusable = blockkeys.reusable_blocks(prompt, block_size)
+
+    assert blockkeys.warmth(prompt, reusable * block_size, block_size) == ("warm" if reusable else "cold")
