@@ -16,17 +16,19 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 from nats.aio.msg import Msg
 
 from .bus import errors, subjects
-from .bus.connection import Bus
+from .bus.connection import Bus, NotAdmitted
 
 RESEND_AFTER_S = 3.0
 MAX_SENDS = 3
+# A message for a stream, or why none will come.
+Heard = Msg | errors.PrefixbusError
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -54,11 +56,11 @@ class Silence(errors.Unavailable):
 class Client:
     """A tenant's connection. One inbox serves all its requests."""
 
-    def __init__(self, bus: Bus, tenant: str, scope: str) -> None:
-        self._bus = bus
+    def __init__(self, tenant: str, scope: str) -> None:
+        self._bus: Bus
         self._tenant = tenant
         self._scope = scope
-        self._streams: dict[str, asyncio.Queue[Msg]] = {}
+        self._streams: dict[str, _Stream] = {}
 
     @classmethod
     async def connect(
@@ -73,17 +75,30 @@ class Client:
     ) -> "Client":
         """`label` names the credential among the tenant's: one whose scopes are listed may only listen below it.
 
-        :raises BusUnavailable: no server, or it does not know this tenant with this token.
+        :raises BusUnavailable: no server.   :raises NotAdmitted: it does not know this tenant with this token.
         :raises BusPermissionDenied: the token is another credential's than `label`."""
         inbox = f"{subjects.tenant_inbox(tenant)}.{label}.{secrets.token_hex(8)}"
-        bus = await Bus.connect(
-            url, name=f"client of {tenant}", inbox_prefix=inbox, user=tenant, password=token, tls=tls
-        )
-        client = cls(bus, tenant, scope)
+        client = cls(tenant, scope)
         try:
-            await bus.subscribe(f"{inbox}.s.*", client._hear)
+            client._bus = await Bus.connect(
+                url,
+                name=f"client of {tenant}",
+                inbox_prefix=inbox,
+                user=tenant,
+                password=token,
+                tls=tls,
+                on_event=client._bus_event,
+            )
+        except NotAdmitted as exc:
+            raise NotAdmitted(
+                f"token not accepted for tenant {tenant}.",
+                # To the server both are silence of the callout's "yes".
+                remedy="If it is the right one, look whether the callout runs: prefixbus status.",
+            ) from exc
+        try:
+            await client._bus.subscribe(f"{inbox}.s.*", client._hear)
         except errors.BusPermissionDenied as exc:
-            await bus.close()
+            await client.close()
             raise errors.BusPermissionDenied(
                 f"this token may not listen on {inbox}.>.",
                 field="label",
@@ -117,7 +132,7 @@ class Client:
         A stream left early is cancelled at the worker.
 
         :raises PrefixbusError: the error that the stream ended with; StreamGap or Silence for one that never ended
-        right."""
+        right.   :raises BusPermissionDenied: the token does not allow this tenant or scope."""
         request_id = request_id or secrets.token_hex(12)
         deadline = time.monotonic() + deadline_s
         headers = {
@@ -127,6 +142,7 @@ class Client:
         if prefix_class:
             headers[subjects.HEADER_PREFIX_CLASS] = prefix_class
         payload = orjson.dumps(body)
+        subject = subjects.infer(self._tenant, model, self._scope)
         ended = False
         token = ""
         try:
@@ -134,9 +150,10 @@ class Client:
                 # A token of its own for each sending: late frames of the one before are not heard.
                 self._streams.pop(token, None)
                 token = secrets.token_hex(8)
-                inbox = self._streams[token] = asyncio.Queue()
+                inbox: asyncio.Queue[Heard] = asyncio.Queue()
+                self._streams[token] = _Stream(subject, inbox)
                 await self._bus.publish(
-                    subjects.infer(self._tenant, model, self._scope),
+                    subject,
                     payload,
                     reply=f"{self._bus.inbox_prefix}.s.{token}",
                     headers=headers,
@@ -153,7 +170,10 @@ class Client:
                 except errors.PrefixbusError as exc:
                     ended = not isinstance(exc, StreamGap)
                     raise
-            raise Silence(f"Nothing came back, {MAX_SENDS} times {resend_after_s:g} s.")
+            raise Silence(
+                f"No answer: sent {MAX_SENDS} times, and nothing came back within {resend_after_s:g} s.",
+                remedy="See which process does not run: prefixbus status.",
+            )
         finally:
             self._streams.pop(token, None)
             if not ended:
@@ -164,15 +184,44 @@ class Client:
         await self._bus.publish(subjects.cancel(self._tenant, request_id))
 
     async def _hear(self, message: Msg) -> None:
-        queue = self._streams.get(message.subject.rsplit(".", 1)[1])
-        if queue is not None:
-            queue.put_nowait(message)
+        stream = self._streams.get(message.subject.rsplit(".", 1)[1])
+        if stream is not None:
+            stream.inbox.put_nowait(message)
+
+    def _bus_event(self, kind: str, detail: str) -> None:
+        """A request that the server denied would wait for frames that cannot come: tells those who wait for them.
+
+        nats-py reports the subject in lower case: a neighbour that differs in case alone, and was not denied, is told
+        too, which is the smaller evil."""
+        if kind != "denied" or "publish to" not in detail:
+            return
+        for stream in self._streams.values():
+            if f'"{stream.subject.lower()}"' in detail.lower():
+                stream.inbox.put_nowait(self._denial())
+
+    def _denial(self) -> errors.BusPermissionDenied:
+        if self._scope:
+            return errors.BusPermissionDenied(
+                f"this token may not use scope {self._scope} of tenant {self._tenant}.",
+                remedy="Name a scope that the credential lists.",
+            )
+        return errors.BusPermissionDenied(
+            f"this token may not ask for tenant {self._tenant} as a whole.",
+            remedy="Name a scope that the credential lists: --scope.",
+        )
+
+
+class _Stream(NamedTuple):
+    """One sending that waits for its frames."""
+
+    subject: str
+    inbox: "asyncio.Queue[Heard]"
 
 
 class _Reader:
     """Frames of one sending, checked as they come."""
 
-    def __init__(self, inbox: "asyncio.Queue[Msg]", silence_s: float, deadline: float) -> None:
+    def __init__(self, inbox: "asyncio.Queue[Heard]", silence_s: float, deadline: float) -> None:
         self._inbox = inbox
         self._silence_s = silence_s
         self._deadline = deadline
@@ -200,11 +249,17 @@ class _Reader:
         wait = min(self._silence_s, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(max(wait, 0)):
-                return await self._inbox.get()
+                heard = await self._inbox.get()
         except TimeoutError:
             if time.monotonic() >= self._deadline:
                 raise errors.DeadlineExceeded() from None
-            raise Silence(f"No frame for {self._silence_s:g} s.") from None
+            raise Silence(
+                f"The answer stopped: no frame for {self._silence_s:g} s.",
+                remedy="See which process does not run: prefixbus status.",
+            ) from None
+        if isinstance(heard, errors.PrefixbusError):
+            raise heard
+        return heard
 
     def _check_order(self, seq: int, attempt: int) -> None:
         if self._next_seq and attempt != self._attempt:

@@ -11,7 +11,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from support.nats import NatsServer, eventually
 
 from prefixbus.bus import subjects
-from prefixbus.bus.connection import OVERSIZED_HEADERS, Bus, WrongSequence
+from prefixbus.bus.connection import OVERSIZED_HEADERS, Bus, NotAdmitted, WrongSequence
 from prefixbus.bus.errors import BusPermissionDenied, BusUnavailable, TooLarge
 
 W1_LOAD = subjects.load("w1")
@@ -219,8 +219,17 @@ async def test_messages_of_a_stream_come_once(server: NatsServer) -> None:
 
 
 async def test_a_first_connection_that_cannot_be_made_says_why(server: NatsServer) -> None:
-    with pytest.raises(BusUnavailable, match=r"(?i)authorization"):
+    with pytest.raises(NotAdmitted, match=r"(?i)authorization"):
         await Bus.connect(server.url, name="x", inbox_prefix="_INBOX.x", connect_timeout_s=3)
+
+
+async def test_refused_credentials_are_shown_once_and_not_until_the_time_is_over(server: NatsServer) -> None:
+    errors_before = server.log().count("authentication error")
+
+    with pytest.raises(NotAdmitted):
+        await Bus.connect(server.url, name="x", inbox_prefix="_INBOX.x", connect_timeout_s=15)
+
+    assert server.log().count("authentication error") == errors_before + 1, server.log()
 
 
 async def test_no_server_is_said_within_the_timeout() -> None:
