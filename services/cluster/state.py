@@ -54,6 +54,20 @@ class StateLocked(PrefixbusError):
     status = 409
 
 
+class LabelTaken(PrefixbusError):
+    """The tenant has a credential of this label already."""
+
+    code = "label_taken"
+    status = 409
+
+
+class NoSuchCredential(PrefixbusError):
+    """The tenant has no credential of this label."""
+
+    code = "no_such_credential"
+    status = 404
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model for the first config.toml. `tokenizer` is its tokenizer directory, inside the state directory or out.
 
@@ -73,6 +87,8 @@ class NewTenant(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     token: str
     inbox_prefix: str
+    # None: every scope of the tenant, and the tenant-wide one "".
+    scopes: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         return f"NewTenant(tenant={self.tenant!r}, label={self.label!r})"
@@ -87,7 +103,13 @@ class InitReport(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         if not self.created:
             return "Nothing to do: the state directory is complete."
-        return f"Created {len(self.created)} files: {', '.join(self.created)}."
+        made = {
+            "keys": any(name.endswith((".nk", ".key")) for name in self.created),
+            "config": "config.toml" in self.created,
+            f"tenant {DEMO_TENANT}": self.demo is not None,
+        }
+        *most, last = [what for what, is_new in made.items() if is_new]
+        return f"made {', '.join(most)} and {last}" if most else f"made {last}"
 
 
 def init(
@@ -149,11 +171,50 @@ def add_tenant(
 ) -> NewTenant:
     """One more credential of a tenant; a running callout takes it at the next connection.
 
-    :raises ConfigInvalid: a name is not valid, or the tenant has a credential of this label."""
+    :raises BadSubject: a name is not valid.   :raises LabelTaken: the tenant has a credential of this label."""
+    _check_names(tenant, label, scopes)
     with _exclusive(state):
-        new, file = _credential(_read_tenants(state), tenant, scopes, label, expires_at, entropy)
+        before = _read_tenants(state)
+        if _find(before, tenant, label) is not None:
+            raise LabelTaken(
+                f"has a credential with the label {label} already.",
+                field=f"tenant {tenant}",
+                remedy="Choose another with --label, or give this one a new token with --replace.",
+            )
+        new, file = _credential(before, tenant, scopes, label, expires_at, entropy)
         write_atomically(tenants_path(state), tenants.encode(file))
         return new
+
+
+def replace_token(
+    state: Path,
+    tenant: str,
+    scopes: Sequence[str] | None = None,
+    *,
+    label: str = DEFAULT_LABEL,
+    entropy: Entropy = os.urandom,
+) -> NewTenant:
+    """A new token for a credential that exists; the old one connects no more. Without `scopes` it keeps its own.
+
+    :raises BadSubject: a name is not valid.   :raises NoSuchCredential: the tenant has none of this label."""
+    _check_names(tenant, label, scopes)
+    with _exclusive(state):
+        before = _read_tenants(state)
+        old = _existing(before, tenant, label)
+        kept = old.scopes if scopes is None else scopes
+        new, file = _credential(_without(before, old), tenant, kept, label, old.expires_at, entropy)
+        write_atomically(tenants_path(state), tenants.encode(file))
+        return new
+
+
+def remove_tenant(state: Path, tenant: str, *, label: str = DEFAULT_LABEL) -> None:
+    """Takes a credential away: its token connects no more.
+
+    :raises BadSubject: a name is not valid.   :raises NoSuchCredential: the tenant has none of this label."""
+    _check_names(tenant, label, None)
+    with _exclusive(state):
+        before = _read_tenants(state)
+        write_atomically(tenants_path(state), tenants.encode(_without(before, _existing(before, tenant, label))))
 
 
 def tenants_path(state: Path) -> Path:
@@ -419,7 +480,34 @@ def _credential(
     )
     more = tenants.with_credential(file, credential)
     prefix = tenants.inbox_prefix(credential)
-    return NewTenant(tenant=tenant, label=label, token=token, inbox_prefix=prefix), more
+    return NewTenant(tenant=tenant, label=label, token=token, inbox_prefix=prefix, scopes=credential.scopes), more
+
+
+def _check_names(tenant: str, label: str, scopes: Sequence[str] | None) -> None:
+    """What people typed, before a file is looked at: its own checks speak of the file."""
+    subjects.token(tenant, "tenant")
+    subjects.token(label, "label")
+    for scope in scopes or ():
+        if scope:
+            subjects.token(scope, "scope")
+
+
+def _find(file: tenants.TenantsFile, tenant: str, label: str) -> tenants.Credential | None:
+    named = (each for each in file.credentials if (each.tenant, each.label) == (tenant, label))
+    return next(named, None)
+
+
+def _existing(file: tenants.TenantsFile, tenant: str, label: str) -> tenants.Credential:
+    found = _find(file, tenant, label)
+    if found is None:
+        known = ", ".join(each.label for each in file.credentials if each.tenant == tenant) or "none"
+        raise NoSuchCredential(f"has no credential with the label {label} (it has {known}).", field=f"tenant {tenant}")
+    return found
+
+
+def _without(file: tenants.TenantsFile, credential: tenants.Credential) -> tenants.TenantsFile:
+    rest = tuple(each for each in file.credentials if each is not credential)
+    return tenants.TenantsFile(version=file.version, credentials=rest)
 
 
 def _read_tenants(state: Path) -> tenants.TenantsFile:

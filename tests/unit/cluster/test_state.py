@@ -39,6 +39,13 @@ def test_init_makes_a_complete_directory_that_others_cannot_read(directory: Path
     assert state.workers(directory) == ["w1", "w2"]
 
 
+def test_the_first_init_says_in_a_few_words_what_it_made(tmp_path: Path) -> None:
+    report = state.init(tmp_path / "s", workers=["w1"], models={})
+
+    assert report.sentence() == "made keys, config and tenant demo"
+    assert state.init(tmp_path / "s", workers=["w1", "w2"], models={}).sentence() == "made keys"
+
+
 def test_a_second_init_changes_nothing_and_says_so(directory: Path) -> None:
     before = contents(directory)
 
@@ -181,8 +188,61 @@ def test_a_credential_that_is_not_valid_changes_nothing(
 ) -> None:
     before = contents(directory)
 
-    with pytest.raises(ConfigInvalid):
+    with pytest.raises((BadSubject, state.LabelTaken)) as caught:
         state.add_tenant(directory, tenant, scopes, label=label)
+
+    assert "file" not in caught.value.sentence(), "arguments were wrong, not a file"
+    assert contents(directory) == before
+
+
+def test_an_existing_label_is_refused_with_the_two_ways_out(directory: Path) -> None:
+    with pytest.raises(state.LabelTaken, match=r"default already.*--label.*--replace"):
+        state.add_tenant(directory, "demo")
+
+
+def verifies(directory: Path, new: state.NewTenant) -> tuple[str, ...] | None:
+    """What a token allows to be published, None when nothing."""
+    file = tenants.Tenants(tenants.parse(state.tenants_path(directory).read_bytes(), "t"))
+    grant = file.verify(new.tenant, new.token, 1e9)
+    return None if grant is None else grant.publish
+
+
+def test_a_replaced_token_is_of_no_use_and_the_new_one_allows_the_same(directory: Path) -> None:
+    other = state.add_tenant(directory, "acme")
+    old = state.add_tenant(directory, "acme", ["hr"], label="alice", expires_at=2e9)
+    allowed = verifies(directory, old)
+
+    new = state.replace_token(directory, "acme", label="alice")
+
+    assert new.scopes == ("hr",)
+    assert verifies(directory, old) is None
+    assert verifies(directory, new) == allowed
+    assert verifies(directory, other) is not None
+
+
+def test_a_replaced_token_may_get_other_scopes(directory: Path) -> None:
+    state.add_tenant(directory, "acme", ["hr"], label="alice")
+
+    new = state.replace_token(directory, "acme", ["law"], label="alice")
+
+    assert new.scopes == ("law",)
+
+
+def test_a_removed_credential_is_of_no_use_and_its_label_is_free(directory: Path) -> None:
+    old = state.add_tenant(directory, "acme")
+
+    state.remove_tenant(directory, "acme")
+
+    assert verifies(directory, old) is None
+    assert verifies(directory, state.add_tenant(directory, "acme")) is not None
+
+
+@pytest.mark.parametrize("change", [state.replace_token, state.remove_tenant])
+def test_a_label_that_is_not_there_is_said_with_those_that_are(directory: Path, change: Callable[..., object]) -> None:
+    before = contents(directory)
+
+    with pytest.raises(state.NoSuchCredential, match=r"demo: has no credential with the label x \(it has default\)"):
+        change(directory, "demo", label="x")
 
     assert contents(directory) == before
 
