@@ -1,31 +1,31 @@
 # ruff: noqa: TID251 - it plays users: it sends requests and times the answers
 """The demo: one workload, twice, under `round-robin` and under `prefix-aware`, and what the difference is.
 
-Owns: the run and its table.   Must not know: how routing works; all numbers come from the client's own clock and from
-the journal, which anybody can read."""
+Each pass begins cold: engine caches are emptied, and each is a permission scope of its own, so nothing that any cache
+(engines, directory, the tokenizer's memo) learned in one pass is of use in the other. Processes are warmed up before.
+
+Owns: the run.   Must not know: how routing works; all numbers come from the client's own clock and from the journal,
+which anybody can read."""
 
 import asyncio
+import contextlib
 import random
-import statistics
 import time
-from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
 
-import msgspec
 from nats.aio.msg import Msg
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..bus import messages, subjects
 from ..bus.connection import Bus
 from ..bus.errors import PrefixbusError, Unavailable
 from ..client import Client
-from ..router.cost import PROFILES, prefill_ms
-from . import control, workload
+from . import control, verdict, workload
 from .deployment import DEFAULT_MODEL, Deployment
+from .verdict import Run, Sample
 
 SPAN_S = 3.0
 MAX_TOKENS = 24
@@ -46,31 +46,8 @@ _DOCUMENTS = (
 )
 # Each engine holds about half of the documents: the workload fits into the fleet's cache, but not three times over.
 KV_TOKENS = 24_576
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One answered request, as its client saw it."""
-
-    request_class: str
-    request_id: str
-    ttft_ms: float
-
-
-class Run(msgspec.Struct, frozen=True):
-    """One pass of the workload: what clients saw, and the journal's records by client request id."""
-
-    samples: list[Sample]
-    decisions: dict[str, messages.DecisionRecord]
-    outcomes: dict[str, messages.Outcome]
-    failures: list[str]
-
-    def percentile(self, share: float) -> float:
-        return _percentile([sample.ttft_ms for sample in self.samples], share)
-
-    def cached_ratio(self) -> float:
-        """Token reuse: cached over all prompt tokens."""
-        asked = sum(outcome.prompt_tokens for outcome in self.outcomes.values())
-        return sum(outcome.cached_tokens or 0 for outcome in self.outcomes.values()) / max(asked, 1)
+# Records are written a moment after an answer's last frame; they are 100 ms late at most unless something is wrong.
+_JOURNAL_WAIT_S = 10.0
 
 
 def documents() -> list[str]:
@@ -81,62 +58,66 @@ def documents() -> list[str]:
 
 async def run(deployment: Deployment, operator: Bus, directory: Path, token: str, console: Console) -> bool:
     """Plays the workload under both policies and prints the table; whether prefix-aware won (see the last line)."""
-    runs: dict[str, Run] = {}
+    texts = documents()
+    tasks = workload.make(texts, texts[0][:_INSTRUCTION_CHARS], random.Random(SEED), span_s=SPAN_S)
+    await control.set_policy(operator, POLICIES[0])
+    await _warm_up(deployment, token)
+    runs: list[Run] = []
     for policy in POLICIES:
         await control.set_policy(operator, policy)
         for worker in deployment.workers:
             await control.reset_cache(operator, worker)
-        runs[policy] = await _play(deployment.nats_url, operator, token, policy, console)
+        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks, console))
+    base, ours = runs
     wrong_hits = await control.wrong_hits(deployment.engine_urls())
-    base, ours = (runs[policy] for policy in POLICIES)
-    for policy in POLICIES:
-        console.print(_table(policy, runs[policy]))
+    for each in runs:
+        console.print(verdict.table(each, workload.CLASSES))
+    console.print("Both passes began cold: engine caches emptied, and a permission scope each, which shares nothing.")
     console.print(
-        f"net prefill saved by prefix-aware routing over round-robin: {_net_saved_ms(base, ours):.0f} ms "
+        f"net prefill saved by prefix-aware routing over round-robin: {verdict.net_saved_ms(base, ours):.0f} ms "
         "(prefill avoided by cache hits, less the time that requests waited in queues)"
     )
-    failures = [*base.failures, *ours.failures]
-    for failure in failures:
-        console.print(f"failed: {failure}")
-    ok = (
-        not failures
-        and ours.percentile(0.5) < base.percentile(0.5)
-        and ours.percentile(0.95) <= base.percentile(0.95)
-        and ours.cached_ratio() > 0.3
-        and wrong_hits == 0
-    )
-    console.print(
-        f"demo: {'ok' if ok else 'failed'} round_robin_ttft_p50_ms={base.percentile(0.5):.1f} "
-        f"prefix_aware_ttft_p50_ms={ours.percentile(0.5):.1f} cached_token_ratio={ours.cached_ratio():.3f} "
-        f"wrong_hits={wrong_hits}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    return ok
+    judged = verdict.judge(base, ours, wrong_hits)
+    for reason in judged.reasons:
+        console.print(f"failed: {reason}", soft_wrap=True, highlight=False)
+    console.print(verdict.last_line(base, ours, wrong_hits), soft_wrap=True, highlight=False)
+    return judged.ok
 
 
-async def _play(url: str, operator: Bus, token: str, policy: str, console: Console) -> Run:
-    texts = documents()
-    tasks = workload.make(texts, texts[0][:_INSTRUCTION_CHARS], random.Random(SEED), span_s=SPAN_S)
-    result = Run([], {}, {}, [])
-    expected = sum(len(task.turns) for task in tasks)
-    journal_complete = asyncio.Event()
+async def _warm_up(deployment: Deployment, token: str) -> None:
+    """What processes do only once, they do before the first pass: a few requests to each worker."""
+    async with await Client.connect(deployment.nats_url, tenant="demo", token=token, scope="warm-up") as client:
+
+        async def ask(number: int) -> None:
+            body = {"messages": [{"role": "user", "content": f"Warm-up {number}"}], "max_tokens": 1}
+            async for _ in client.stream(DEFAULT_MODEL, body):
+                pass
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(2 * len(deployment.workers)):
+                group.create_task(ask(number))
+
+
+async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task], console: Console) -> Run:
+    result = Run(policy)
+    news = asyncio.Event()
 
     async def heard(message: Msg) -> None:
         if message.subject.startswith(f"{subjects.PREFIX}.journal."):
             decision = messages.DECISION.decode(message.data)
-            result.decisions[decision.client_request_id] = decision
+            if decision.client_request_id.startswith(policy):
+                result.decisions[decision.client_request_id] = decision
         else:
             outcome = messages.OUTCOME.decode(message.data)
-            result.outcomes[outcome.client_request_id] = outcome
-        if min(len(result.decisions), len(result.outcomes)) >= expected:
-            journal_complete.set()
+            if outcome.client_request_id.startswith(policy):
+                result.outcomes[outcome.client_request_id] = outcome
+        news.set()
 
     subscription = await operator.follow(subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", heard, start="new")
     columns = (TextColumn(f"{policy:>13}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with await Client.connect(url, tenant="demo", token=token) as client:
+    async with await Client.connect(url, tenant="demo", token=token, scope=policy) as client:
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task(policy, total=expected)
+            bar = progress.add_task(policy, total=sum(len(task.turns) for task in tasks))
 
             async def tick() -> None:
                 progress.advance(bar)
@@ -145,9 +126,12 @@ async def _play(url: str, operator: Bus, token: str, policy: str, console: Conso
             async with asyncio.TaskGroup() as group:
                 for number, task in enumerate(tasks):
                     group.create_task(_user(client, f"{policy}-{number}", task, started, result, tick))
-    if not result.failures:
-        async with asyncio.timeout(10):
-            await journal_complete.wait()
+    # What is still missing after this is for the verdict to say.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_JOURNAL_WAIT_S):
+            while result.unrecorded():
+                news.clear()
+                await news.wait()
     await subscription.unsubscribe()
     return result
 
@@ -180,64 +164,3 @@ async def _user(
             await tick()
         result.samples.append(Sample(task.request_class, request_id, 1000 * (first - asked)))
         dialog.append({"role": "assistant", "content": answer})
-
-
-def _table(policy: str, run: Run) -> Table:
-    table = Table(title=policy, title_justify="left")
-    for column in ("class", "requests", "predicted", "cached", "warm p50/p95", "partial p50/p95", "cold p50/p95"):
-        table.add_column(column, justify="left" if column == "class" else "right")
-    table.add_column("decisions")
-    by_class: dict[str, list[Sample]] = defaultdict(list)
-    for sample in run.samples:
-        by_class[sample.request_class].append(sample)
-    for request_class in workload.CLASSES:
-        samples = by_class[request_class]
-        outcomes = [run.outcomes[sample.request_id] for sample in samples]
-        times: dict[str, list[float]] = defaultdict(list)
-        for sample, outcome in zip(samples, outcomes, strict=True):
-            times[_temperature(outcome)].append(sample.ttft_ms)
-        chosen = Counter(run.decisions[sample.request_id].decision for sample in samples)
-        table.add_row(
-            request_class,
-            str(len(samples)),
-            str(sum(outcome.predicted_tokens for outcome in outcomes)),
-            str(sum(outcome.cached_tokens or 0 for outcome in outcomes)),
-            *(_spread(times[kind]) for kind in ("warm", "partial", "cold")),
-            ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
-        )
-    return table
-
-
-def _temperature(outcome: messages.Outcome, block_size: int = 32) -> str:
-    """DESIGN 11: warm = all full blocks but at most the last, partial = at least one block, cold = none."""
-    cached = (outcome.cached_tokens or 0) // block_size
-    full = outcome.prompt_tokens // block_size
-    if cached == 0:
-        return "cold"
-    return "warm" if cached >= full - 1 else "partial"
-
-
-def _net_saved_ms(base: Run, ours: Run) -> float:
-    def spent(run: Run) -> float:
-        model = PROFILES["h100-8b"]
-        prefill = sum(
-            prefill_ms(model, outcome.prompt_tokens - (outcome.cached_tokens or 0), outcome.prompt_tokens)
-            for outcome in run.outcomes.values()
-        )
-        return prefill + sum(outcome.queue_wait_ms or 0.0 for outcome in run.outcomes.values())
-
-    return spent(base) - spent(ours)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{_percentile(values, 0.5):.0f}/{_percentile(values, 0.95):.0f}" if values else "-"
-
-
-def _percentile(values: list[float], share: float) -> float:
-    """The nearest-rank percentile; 0 for no values."""
-    if not values:
-        return 0.0
-    if share == 0.5:
-        return statistics.median(values)
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
