@@ -2,8 +2,9 @@
 
 Owns: the record of each worker and its slot; it writes the index it is given and returns what else is to be done.
 Must not know: NATS, clocks, load, what anyone does with an effect.
-Units: times in seconds on the caller's monotonic clock; `seq` counts a worker's event messages from 1 within an
-incarnation; keys as index.py. Source: DESIGN 5 (Leases, Order and loss).
+Units: times in seconds, `now` on the caller's monotonic clock, all else on listening time (bus/listening.py); `seq`
+counts a worker's event messages from 1 within an incarnation; keys as index.py.   Source: DESIGN 5 (Leases, Order and
+loss).
 
 Two devices carry most of it:
 - Whatever voids a worker's entries (restart, cleared cache, lease, dump) gives it a new slot and closes the old one, so
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, assert_never
 
+from ..bus.listening import ListeningClock
 from ..bus.messages import Cleared, Removed, Stored
 from .index import Index
 
@@ -297,11 +299,10 @@ class Ledger:
         # Longest silent first.
         self._lost: dict[str, _Worker] = {}
         self._worker_at: dict[int, str] = {}
-        self._cut_at: float | None = None
-        self._cut_s = 0.0
+        self._listening = ListeningClock()
 
     def __repr__(self) -> str:
-        return f"<Ledger leased={len(self._leased)} lost={len(self._lost)} cut={self._cut_at is not None}>"
+        return f"<Ledger leased={len(self._leased)} lost={len(self._lost)} cut={self._listening.is_cut}>"
 
     # --- questions ---
 
@@ -414,9 +415,9 @@ class Ledger:
 
     def tick(self, now: float) -> Sequence[Effect]:
         """What silence means by now. Call it a few times within `suspect_after_s`."""
-        if self._cut_at is not None:
-            return NO_EFFECTS
         at = self._lease_time(now)
+        if self._listening.is_cut:
+            return NO_EFFECTS
         rules = self._rules
         effects: list[Effect] = []
         expired: list[_Worker] = []
@@ -443,18 +444,15 @@ class Ledger:
 
     def observer_cut(self, now: float) -> None:
         """We are cut off: others' silence says nothing, and all clocks here stand still."""
-        if self._cut_at is None:
-            self._cut_at = now
+        self._listening.cut(now)
 
     def observer_back(self, now: float) -> None:
-        if self._cut_at is not None:
-            self._cut_s += now - self._cut_at
-            self._cut_at = None
+        self._listening.back(now)
 
     # --- leases ---
 
     def _lease_time(self, now: float) -> float:
-        return (now if self._cut_at is None else self._cut_at) - self._cut_s
+        return self._listening.seconds(now)
 
     def _record(self, worker: str, incarnation: int, now: float, effects: list[Effect]) -> _Worker | None:
         """The worker's record, made or replaced if the incarnation is news; None if it is of the past."""

@@ -9,8 +9,7 @@ A *booking* is one dispatch, our own or one another router announced. Its prefil
 Until (b) or (c) it also counts as in flight. Messages of different senders overtake each other: what a report or an
 outcome said about a request that was not announced yet is remembered for a while.
 
-*Leases* run on the time this process was able to hear heartbeats in: while it is cut off from the bus, or itself
-stopped, that clock stands still, so coming back it does not take the whole fleet for dead.
+*Leases* run on listening time (bus/listening.py).
 
 Owns: worker states, bookings, prefill rates.   Must not know: NATS, prices, who chose what and why.
 Units: `now` in seconds on a monotonic clock, queues in ms, bookings in whole microseconds (sums of floats drift, and a
@@ -20,10 +19,9 @@ import heapq
 import math
 from typing import Generic, NamedTuple, TypeVar
 
+from ..bus.listening import ListeningClock
 from ..bus.messages import Load
 
-# The longest gap between two calls that is taken for time in which heartbeats could have been heard.
-MAX_STEP_S = 0.25
 # A dispatch is accepted or refused well within this; a report that is this much younger knows of it, whatever got lost.
 SURELY_REPORTED_S = 1.5
 # How long what was said about unknown requests is remembered, and of how many.
@@ -232,26 +230,22 @@ class Fleet:
         self._settled: _Heard[int] = _Heard()
         # The worker that reported a request as accepted before it was announced.
         self._accepted: _Heard[str] = _Heard()
-        self._listening = True
-        self._listened_s = 0.0
-        self._stepped_at: float | None = None
+        self._listening = ListeningClock()
 
     # --- leases
 
     def cut_off(self, now: float) -> None:
         """The bus is gone: silence says nothing about workers until it is back."""
-        self._listen(now)
-        self._listening = False
+        self._listening.cut(now)
 
     def back(self, now: float) -> None:
-        self._listen(now)
-        self._listening = True
+        self._listening.back(now)
 
     def heard(self, load: Load, now: float) -> Lost | None:
         """A heartbeat. Returns the life that this one ends: a greater incarnation voids all before it.
 
         Late reports, of this incarnation or an older one, are ignored."""
-        heard_at = self._listen(now)
+        heard_at = self._listening.seconds(now)
         worker = self._workers.get(load.worker)
         if worker is None or load.incarnation > worker.load.incarnation:
             ended = None
@@ -280,7 +274,7 @@ class Fleet:
 
     def sweep(self, now: float) -> list[Lost]:
         """Whose lease ran out since the last call; also drops what has expired. Call it several times a second."""
-        listened_s = self._listen(now)
+        listened_s = self._listening.seconds(now)
         lost = []
         for name, worker in list(self._workers.items()):
             silent_s = listened_s - worker.heard_at
@@ -303,7 +297,7 @@ class Fleet:
 
     def survey(self, model: str, serves: str, now: float) -> Survey:
         """Who may be given a request for this model, in the order they were first heard."""
-        listened_s = self._listen(now)
+        listened_s = self._listening.seconds(now)
         suspect_before = listened_s - self._suspect_after_s
         available = []
         excluded = {}
@@ -379,13 +373,6 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"<Fleet workers={len(self._workers)} in flight={len(self._bookings)}>"
-
-    def _listen(self, now: float) -> float:
-        """Seconds in which heartbeats could have been heard, up to now."""
-        if self._stepped_at is not None and self._listening:
-            self._listened_s += min(max(0.0, now - self._stepped_at), MAX_STEP_S)
-        self._stepped_at = now
-        return self._listened_s
 
     def _drop(self, booking: _Booking, *, never_ran: bool, now: float) -> None:
         del self._bookings[booking.request_id]

@@ -279,8 +279,14 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 0.7, 4.0]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.effects(self.ledger.tick(self.now))
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.2)
+            self.effects(self.ledger.tick(self.now))
+
+    @rule()
+    def the_observer_is_stopped(self) -> None:
+        self.now += 10.0
 
     @rule()
     def observer_is_cut_off_or_back(self) -> None:
@@ -380,6 +386,11 @@ class Bench:
     def depth(self, first: int = 1, count: int = 64) -> int:
         return sum(depth for depth, _ in self.index.lookup(NS, run(first, count)))
 
+    def silence(self, until: float, since: float = 0.0) -> list[Effect]:
+        """Ticks every 0.1 s, as the service does."""
+        steps = range(1, round((until - since) * 10) + 1)
+        return [effect for step in steps for effect in self.ledger.tick(since + step / 10)]
+
     def keep_alive(self, until: float, last_seq: int, since: float = 0.0) -> list[tuple[float, Effect]]:
         """Heartbeats and ticks every 0.1 s; the effects with their times."""
         effects: list[tuple[float, Effect]] = []
@@ -413,7 +424,7 @@ def test_a_suspect_worker_keeps_its_entries_and_comes_back_with_them() -> None:
     bench = Bench().alive()
     bench.stored(1, 1)
 
-    bench.ledger.tick(1.0)
+    bench.silence(1.0)
     while_suspect = bench.depth()
     effects = bench.ledger.heartbeat("w", 1, 1, 1.1)
 
@@ -426,11 +437,12 @@ def test_a_suspect_worker_keeps_its_entries_and_comes_back_with_them() -> None:
 def test_events_are_no_sign_of_life() -> None:
     bench = Bench().alive()
 
-    for seq in range(1, 30):
+    effects: list[Effect] = []
+    for seq in range(1, 32):
         bench.ledger.events("w", 1, seq, [Stored(NS, 0, run(seq, 1))], seq / 10)
-    effects = bench.ledger.tick(3.0)
+        effects += bench.ledger.tick(seq / 10)
 
-    assert effects == [WorkerLost("w", 1)]
+    assert effects == [WorkerSuspect("w", 1), WorkerLost("w", 1)]
 
 
 def test_a_worker_known_only_from_events_gets_no_work_before_its_first_heartbeat() -> None:
@@ -449,23 +461,36 @@ def test_a_worker_known_only_from_events_gets_no_work_before_its_first_heartbeat
 def test_the_lease_clock_stands_still_while_the_observer_is_cut_off() -> None:
     bench = Bench().alive()
 
-    bench.ledger.tick(0.5)
+    bench.silence(0.5)
     bench.ledger.observer_cut(0.5)
-    while_cut = bench.ledger.tick(50.0)
+    while_cut = bench.silence(50.0, since=0.5)
     bench.ledger.observer_back(100.0)
     at_once = bench.ledger.tick(100.0)
     later = bench.ledger.tick(100.2)
 
-    assert (while_cut, at_once) == ((), ())
+    assert (while_cut, at_once) == ([], ())
     assert later == [WorkerSuspect("w", 1)]
+
+
+def test_a_directory_that_was_stopped_does_not_take_its_fleet_for_dead() -> None:
+    """SIGSTOP for 5 s: on waking, the tick runs before the heartbeats that wait in the socket are read."""
+    bench = Bench().alive()
+    bench.stored(1, 1)
+    bench.silence(0.2)
+
+    on_waking = bench.ledger.tick(5.2)
+    held = bench.depth()
+    said = bench.silence(8.5, since=5.2)
+
+    assert (on_waking, held) == ((), 4)
+    assert said == [WorkerSuspect("w", 1), WorkerLost("w", 1)]
 
 
 def test_a_worker_stopped_for_ten_seconds_is_taken_back_by_a_dump() -> None:
     """SIGSTOP, ten seconds, SIGCONT: the same incarnation, an intact cache, and all its entries voided meanwhile."""
     bench = Bench().alive()
     bench.stored(1, 1, 8)
-    bench.ledger.tick(5.0)
-    bench.ledger.tick(10.0)
+    bench.silence(10.0)
 
     effects = bench.ledger.heartbeat("w", 1, 1, 10.1)
     before_dump = bench.depth(), bench.complete
@@ -479,7 +504,7 @@ def test_a_worker_stopped_for_ten_seconds_is_taken_back_by_a_dump() -> None:
 def test_events_after_a_return_do_not_stand_in_for_the_dump() -> None:
     bench = Bench().alive()
     bench.stored(1, 1, 8)
-    bench.ledger.tick(5.0)
+    bench.silence(5.0)
     bench.ledger.heartbeat("w", 1, 1, 6.0)
 
     bench.stored(2, 50)
@@ -489,7 +514,7 @@ def test_events_after_a_return_do_not_stand_in_for_the_dump() -> None:
 
 def test_a_lost_worker_that_never_held_anything_returns_without_a_dump() -> None:
     bench = Bench().alive()
-    bench.ledger.tick(5.0)
+    bench.silence(5.0)
 
     effects = bench.ledger.heartbeat("w", 1, 0, 6.0)
 
@@ -529,7 +554,7 @@ def test_messages_of_an_older_incarnation_change_nothing(kind: str) -> None:
 
     assert effects == ()
     assert (bench.depth(), bench.complete) == (3, True)
-    assert bench.ledger.tick(5.0) == [WorkerLost("w", 2)]
+    assert bench.silence(5.0) == [WorkerSuspect("w", 2), WorkerLost("w", 2)]
 
 
 def test_predictions_follow_a_cleared_cache_and_end_with_a_restart() -> None:
@@ -834,7 +859,8 @@ def test_quarantine_is_bounded_and_then_only_a_dump_helps() -> None:
 def test_ten_thousand_dead_workers_leave_memory_flat() -> None:
     slots = Slots()
     index, predictions = Index(slots), Predictions(slots)
-    ledger = Ledger(index, Rules(lost_max=100))
+    # One tick is enough to lose a worker.
+    ledger = Ledger(index, Rules(suspect_after_s=0.1, lost_after_s=0.2, lost_max=100))
 
     def live_and_die(first: int, last: int) -> None:
         for number in range(first, last):

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from prefixbus.bus.listening import MAX_STEP_S
 from prefixbus.bus.messages import Load
-from prefixbus.router.fleet import MAX_STEP_S, PREFILL_MAX_MS, SURELY_REPORTED_S, Fleet, Lost, Survey
+from prefixbus.router.fleet import PREFILL_MAX_MS, SURELY_REPORTED_S, Fleet, Lost, Survey
 
 MODEL, SERVES = "m", "digest"
 
