@@ -4,27 +4,45 @@
 `seq` counts what should have been sent, whether or not it could be: after an outage the directory sees the gap and asks
 for a dump. One task writes, so the stream's order is the story's.
 
+A large story is told in slices, so that frames need not wait for it. A dump is of a snapshot; what changes meanwhile is
+written between its parts, with the higher seqs of events that it does not cover.
+
 Owns: seq, dump ids, what is waiting to be written.   Must not know: how the index comes by its content.
 Source: DESIGN 5 (Order and loss) and 7; facts/index.md (batches near 16 events)."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from ..bus import subjects
-from ..bus.connection import Bus
 from ..bus.errors import BusUnavailable
 from ..bus.messages import KV, VERSION, Cleared, KvDump, KvEvents, Removed, Stored
-from .blocks import BlockIndex, Op, split
+from .blocks import DUMP_KEYS, SLICE_KEYS, BlockIndex, Op, Snapshot, split
 
 _SHARD = 0
 _OPS_A_MESSAGE = 16
 _KEYS_A_MESSAGE = 4096
+# A message costs about 20 us.
+_MESSAGES_IN_A_GO = 32
+
+
+class Outlet(Protocol):
+    """What the feed needs of the bus."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    def send(self, subject: str, payload: bytes = b"") -> None:
+        """:raises BusUnavailable: not sent."""
+        ...
 
 
 class KvFeed:
-    """`begin` an incarnation, `add` changes, `ask_dump`; `run` writes."""
+    """`begin` an incarnation, `add` changes, `ask_dump`; `run` writes, in slices of so many keys."""
 
-    def __init__(self, bus: Bus, worker: str, index: BlockIndex) -> None:
+    def __init__(
+        self, bus: Outlet, worker: str, index: BlockIndex, *, dump_keys: int = DUMP_KEYS, slice_keys: int = SLICE_KEYS
+    ) -> None:
         self.seq = 0
         self.unsent = 0
         """Messages that the bus did not take."""
@@ -32,8 +50,11 @@ class KvFeed:
         self._bus = bus
         self._worker = worker
         self._index = index
+        self._dump_keys = dump_keys
+        self._slice_keys = slice_keys
         self._subject = subjects.kv(_SHARD, worker)
         self._incarnation = 0
+        self._story: Snapshot | None = None
         self._waiting: list[Op] = []
         self._dump_asked = False
         self._dump_id = 0
@@ -48,7 +69,8 @@ class KvFeed:
         self.seq = 0
         self._dump_id = 0
         self._dump_asked = False
-        self._waiting = list(self._index.runs()) if incarnation else []
+        self._story = self._index.snapshot(self._slice_keys) if incarnation else None
+        self._waiting = []
         self._wake.set()
 
     def add(self, ops: list[Op]) -> None:
@@ -71,39 +93,60 @@ class KvFeed:
                 await self._write_dump()
 
     async def _write_events(self) -> None:
-        while self._waiting:
-            ops, self._waiting = self._waiting, []
-            incarnation = self._incarnation
-            for message_ops in in_messages(ops):
+        """Returns when all is told, without a pause after the last word."""
+        while self._story is not None or self._waiting:
+            if self._story is not None:
+                story, self._story = self._story, None
+                await self._tell(story.runs())
+            else:
+                ops, self._waiting = self._waiting, []
+                await self._tell(ops)
+
+    async def _tell(self, ops: Iterable[Op | None]) -> None:
+        incarnation = self._incarnation
+        for number, message_ops in enumerate(in_messages(ops), 1):
+            if message_ops is not None:
+                self.seq += 1
+                self._send(KvEvents(VERSION, self._worker, incarnation, self.seq, message_ops))
+            if message_ops is None or not number % _MESSAGES_IN_A_GO:
+                await asyncio.sleep(0)
                 if incarnation != self._incarnation:
                     return
-                self.seq += 1
-                await self._send(KvEvents(VERSION, self._worker, incarnation, self.seq, message_ops))
 
     async def _write_dump(self) -> None:
-        # Nothing waits here, and nothing can come before the dump is taken: it is true for this seq.
-        incarnation, seq = self._incarnation, self.seq
-        parts = self._index.dump()
+        # Nothing has waited since the last event was written: the snapshot is true for its seq.
+        incarnation, seq, clears = self._incarnation, self.seq, self._index.clears
+        snapshot = self._index.snapshot(self._slice_keys)
+        parts = snapshot.parts(self._dump_keys)
         self._dump_id += 1
-        dump_id = self._dump_id
-        for number, runs in enumerate(parts):
-            if incarnation != self._incarnation or not self._bus.connected:
+        dump_id, number = self._dump_id, 0
+        for runs in snapshot.dump(self._dump_keys):
+            if runs is not None:
+                self._send(KvDump(VERSION, self._worker, incarnation, seq, dump_id, number, parts, runs))
+                number += 1
+                continue
+            await asyncio.sleep(0)
+            await self._write_events()
+            # After a cleared cache the dump is void to whoever reads it.
+            if incarnation != self._incarnation or clears != self._index.clears or not self._bus.connected:
                 return
-            await self._send(KvDump(VERSION, self._worker, incarnation, seq, dump_id, number, len(parts), runs))
         self.dumps += 1
 
-    async def _send(self, message: KvEvents | KvDump) -> None:
+    def _send(self, message: KvEvents | KvDump) -> None:
         try:
             self._bus.send(self._subject, KV.encode(message))
         except BusUnavailable:
             self.unsent += 1
 
 
-def in_messages(ops: list[Op]) -> Iterator[list[Stored | Removed | Cleared]]:
-    """The changes in messages of bounded size, in order."""
+def in_messages(ops: Iterable[Op | None]) -> Iterator[list[Stored | Removed | Cleared] | None]:
+    """The changes in messages of bounded size, in order; pauses (None) stay pauses."""
     message: list[Stored | Removed | Cleared] = []
     room = _KEYS_A_MESSAGE
     for op in ops:
+        if op is None:
+            yield None
+            continue
         for piece in _pieces(op):
             keys = 0 if isinstance(piece, Cleared) else len(piece.keys) // 8
             if message and (len(message) == _OPS_A_MESSAGE or keys > room):

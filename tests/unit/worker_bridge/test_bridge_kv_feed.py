@@ -1,11 +1,20 @@
-"""Block changes go out in messages of bounded size, in the order in which they happened."""
+"""Block changes go out in messages of bounded size, in the order in which they happened, and never all at once."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from hypothesis import given
 from hypothesis import strategies as st
+from test_bridge_blocks import SALT_A, Chain, index, removed, stored
 
-from prefixbus.bus.messages import Cleared, Removed, Stored
+from prefixbus.bus import messages as wire
+from prefixbus.bus.messages import Cleared, KvDump, KvEvents, Removed, Stored
+from prefixbus.directory.index import Index, Slots
+from prefixbus.directory.ledger import Ledger
 from prefixbus.worker_bridge import kv_feed
-from prefixbus.worker_bridge.blocks import Op, split
+from prefixbus.worker_bridge.blocks import BlockIndex, Op, split
+from prefixbus.worker_bridge.engine_events import AllBlocksCleared, EngineEvent
 
 keys = st.integers(0, 9000).map(lambda count: b"".join(number.to_bytes(8, "little") for number in range(1, count + 1)))
 some_keys = keys.filter(bool)
@@ -40,7 +49,7 @@ def rejoined(pieces: list[Op]) -> list[Op]:
 
 @given(st.lists(ops, max_size=40))
 def test_messages_are_bounded_and_lose_nothing(changes: list[Op]) -> None:
-    messages = list(kv_feed.in_messages(changes))
+    messages = [message for message in kv_feed.in_messages(changes) if message is not None]
 
     for message in messages:
         assert 1 <= len(message) <= 16
@@ -58,3 +67,136 @@ def test_pieces_of_a_run_chain_up(run: bytes, first: int, rest: int) -> None:
         assert piece.parent == parent
         assert 1 <= len(piece.keys) // 8 <= (first if number == 0 and first else rest)
         parent = int.from_bytes(piece.keys[-8:], "little")
+
+
+# -- the feed in whole, with a directory at its other end
+
+SLICE_KEYS = 8
+DUMP_KEYS = 40
+MANY = 20 * SLICE_KEYS
+
+
+class Stream:
+    """The bus as the feed sees it; everything sent is kept."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self.sent: list[KvEvents | KvDump] = []
+
+    def send(self, subject: str, payload: bytes = b"") -> None:
+        self.sent.append(wire.KV.decode(payload))
+
+
+@contextlib.asynccontextmanager
+async def feeding(blocks: BlockIndex) -> AsyncIterator[tuple[kv_feed.KvFeed, Stream]]:
+    stream = Stream()
+    feed = kv_feed.KvFeed(stream, "w1", blocks, dump_keys=DUMP_KEYS, slice_keys=SLICE_KEYS)
+    task = asyncio.create_task(feed.run())
+    yield feed, stream
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def turns_until_quiet(stream: Stream) -> int:
+    """How many turns of the loop pass until nothing more is sent."""
+    turns, last, since = 0, len(stream.sent), 0
+    while since < 50:
+        await asyncio.sleep(0)
+        turns += 1
+        since = since + 1 if len(stream.sent) == last else 0
+        last = len(stream.sent)
+    return turns - since
+
+
+def chain(number: int, blocks: int) -> Chain:
+    return tuple((number, block) for block in range(blocks))
+
+
+def many() -> BlockIndex:
+    """Long chains and short ones."""
+    blocks = index()
+    blocks.apply([stored(SALT_A, chain(1, MANY // 2))])
+    blocks.apply([stored(SALT_A, chain(2 + number, 4)) for number in range(MANY // 8)])
+    return blocks
+
+
+async def test_a_large_dump_gives_way_between_slices() -> None:
+    blocks = many()
+    async with feeding(blocks) as (feed, stream):
+        feed.begin(1)
+        assert await turns_until_quiet(stream) >= MANY // SLICE_KEYS
+
+        feed.ask_dump()
+        assert await turns_until_quiet(stream) >= MANY // SLICE_KEYS
+
+        assert feed.dumps == 1
+        dump = [each for each in stream.sent if isinstance(each, KvDump)]
+        assert [each.part for each in dump] == list(range(MANY // DUMP_KEYS))
+        assert {each.parts for each in dump} == {MANY // DUMP_KEYS}
+        assert sum(len(run.keys) // 8 for each in dump for run in each.runs) == MANY
+
+
+def tell(directory: Ledger, message: KvEvents | KvDump) -> None:
+    each = message
+    if isinstance(each, KvEvents):
+        directory.events("w1", 1, each.seq, each.ops, 0.0)
+    else:
+        directory.dump_chunk("w1", 1, each.dump_id, each.part, each.parts, each.seq, each.runs, 0.0)
+
+
+def changes_of(chains: list[int]) -> list[EngineEvent]:
+    """One event for each number: a new chain, the end of an old one, or (0) a cleared cache."""
+    made: list[EngineEvent] = []
+    for number in chains:
+        if not number:
+            made.append(AllBlocksCleared())
+        elif number % 2:
+            made.append(stored(SALT_A, chain(50_000 + number, 4)))
+        else:
+            made.append(removed(SALT_A, *(chain(2 + number // 2, depth) for depth in (4, 3))))
+    return made
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(1, 40), max_size=4)), max_size=8),
+    st.sampled_from([[], [0]]),
+    st.integers(1, 6),
+)
+def test_a_dump_that_races_live_events_ends_right(
+    happenings: list[tuple[int, list[int]]], last: list[int], lost: int
+) -> None:
+    """Whatever changes between its slices: a directory that missed an event and takes dump and events as they come
+    holds in the end what the bridge does."""
+
+    async def scenario() -> None:
+        blocks = many()
+        async with feeding(blocks) as (feed, stream):
+            feed.begin(1)
+            await turns_until_quiet(stream)
+            feed.ask_dump()
+            for turns, numbers in [*happenings, (1, last)]:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                feed.add(blocks.apply(changes_of(numbers)))
+            await turns_until_quiet(stream)
+            if last:
+                feed.ask_dump()  # the one before it is void
+                await turns_until_quiet(stream)
+        held = Index(Slots())
+        directory = Ledger(held)
+        directory.heartbeat("w1", 1, 0, 0.0)
+        lost_seq = min(lost, next(each.seq for each in stream.sent if isinstance(each, KvDump)))
+
+        for message in stream.sent:
+            if not (isinstance(message, KvEvents) and message.seq == lost_seq):
+                tell(directory, message)
+
+        view = directory.view("w1")
+        assert view is not None and view.slot is not None and view.complete
+        truth = {(run.ns_id, key) for run in blocks.snapshot().runs() if run for key in memoryview(run.keys).cast("Q")}
+        assert {each for each in truth if held.holds(each[0], view.slot, each[1])} == truth
+        assert held.held_by(view.slot) == len(truth)
+
+    asyncio.run(scenario())
