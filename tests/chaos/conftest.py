@@ -1,0 +1,25 @@
+"""One cluster for all of chaos: two workers, two copies of every service. Every test leaves it idle."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from support.cluster import Cluster
+
+from prefixbus.client import Client
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = Cluster(
+        tmp_path_factory.mktemp("chaos"),
+        *("--workers", "2", "--scale", "tokenizer=2,router=2,directory=2,auditor=2"),
+    )
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with await cluster.client() as connected:
+        yield connected
