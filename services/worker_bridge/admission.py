@@ -247,10 +247,6 @@ class Admission:
             if ticket.tenant == tenant and ticket.client_request_id == client_request_id
         ]
 
-    def find(self, request_id: str, attempt: int) -> Ticket | None:
-        ticket = self._active.get(request_id)
-        return ticket if ticket is not None and ticket.attempt == attempt else None
-
     def stop_attempt(self, request_id: str, attempt: int, now: float) -> Ticket | None:
         """The running attempt to stop, if it is here; if not, it will be refused when it comes."""
         ticket = self._active.get(request_id)

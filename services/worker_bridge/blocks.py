@@ -90,10 +90,8 @@ class Unused:
 
     def __init__(self) -> None:
         self.other_tier = 0
-        self.other_group = 0
         self.malformed = 0
         self.unknown_parent = 0
-        self.unknown_removed = 0
 
 
 class BlockIndex:
@@ -267,7 +265,6 @@ class BlockIndex:
         for hash_ in event.block_hashes:
             block = self._blocks.get(hash_)
             if block is None:
-                self.unused.unknown_removed += 1
                 continue
             block.copies -= 1
             if not block.copies:
@@ -299,10 +296,7 @@ class BlockIndex:
         if medium is not None and medium != GPU:
             self.unused.other_tier += count
             return False
-        if group:
-            self.unused.other_group += count
-            return False
-        return True
+        return not group
 
     def _tokens_of(self, event: BlockStored) -> bytes | None:
         """The run's tokens, u32 LE; None if they are not what the event says."""

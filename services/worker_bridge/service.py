@@ -38,19 +38,14 @@ _ACCEPTED_MAX = 4096
 
 
 class BridgeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which worker this is, and where its engine is.
-
-    `kv_events`, `kv_replay` and `kv_topic` are the engine's own settings (--kv-events-config); an empty topic hears
-    all. `slots` 0: the config's. `kv_tokens` is the size of the engine's KV memory, where it does not say so itself."""
+    """Which worker this is, and where its engine is; `kv_events` and `kv_replay` are the engine's own settings
+    (--kv-events-config)."""
 
     worker: str
     model: str
     engine_url: str
     kv_events: str
     kv_replay: str = ""
-    kv_topic: str = ""
-    slots: int = 0
-    kv_tokens: int = 0
 
 
 async def run(rt: Runtime, options: BridgeOptions) -> None:
@@ -87,7 +82,7 @@ class Bridge:
         self._keys_differ = 0
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
-        self.admission = Admission(options.slots or config.bridge.slots)
+        self.admission = Admission(config.bridge.slots)
         self._feed = KvFeed(rt.bus, self._worker, self.index)
         record = WorkerRecord(
             v=VERSION,
@@ -97,11 +92,11 @@ class Bridge:
             engine=options.engine_url,
             block_size=section.block_size,
             slots=self.admission.slots,
-            kv_tokens=options.kv_tokens,
+            kv_tokens=0,
             boot=secrets.token_hex(8),
             registered_at=0.0,
         )
-        endpoints = Endpoints(options.kv_events, options.kv_replay, options.kv_topic)
+        endpoints = Endpoints(options.kv_events, options.kv_replay)
         self.life = Life(rt, record, engine, endpoints, self.index, self._feed, self)
         lost_after_s = config.router.lost_after_s
         self._heartbeat = Heartbeat(
@@ -212,7 +207,7 @@ class Bridge:
 
     def _on_work(self, dispatch: Dispatch, message: Msg) -> None:
         job = messages.JOB.decode(dispatch.job)
-        refusal = vet(
+        vetted = vet(
             dispatch,
             job,
             identity=self._identity,
@@ -220,9 +215,9 @@ class Bridge:
             max_model_len=self._section.max_model_len,
         )
         now = self._rt.clock.now()
-        if refusal is not None:
-            self._record_refusal(job, refusal)
-            self._answer(message, dispatch, Verdict(refusal.code, self.admission.queue_ms(now), 0))
+        if isinstance(vetted, Refusal):
+            self._record_refusal(job, vetted)
+            self._answer(message, dispatch, Verdict(vetted.code, self.admission.queue_ms(now), 0))
             return
         # Our own keys, not the dispatch's: what we hold is told by what was really asked.
         keys = blockkeys.chain(job.tokens, self._section.block_size, namespace.seed(dispatch.ns_id))
@@ -244,6 +239,7 @@ class Bridge:
                 reply=message.reply,
                 dispatch=dispatch,
                 job=job,
+                params=vetted,
                 ticket=verdict.start,
                 keys=keys,
                 generation=self.index.generation,

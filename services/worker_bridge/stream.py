@@ -49,7 +49,7 @@ from .heartbeat import Heartbeat
 from .hits import Answered, HitCheck
 from .metrics import BridgeMetrics
 from .outbox import Outbox
-from .vetting import sampling_params
+from .vetting import Params
 
 # A client that is gone is noticed within this and the server's answer: half of the second that it may cost.
 PROBE_S = 0.5
@@ -79,13 +79,14 @@ class Told(enum.Enum):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted dispatch, as its run needs it. `reply`: where the router hears of it; `keys`: all full blocks' keys;
-    `generation`: the index's then."""
+    """An accepted dispatch, as its run needs it. `reply`: where the router hears of it; `params`: what vetting left of
+    the job's; `keys`: all full blocks' keys; `generation`: the index's then."""
 
     reply: str
 
     dispatch: Dispatch
     job: Job
+    params: Params
     ticket: Ticket
     keys: bytes
     generation: int
@@ -324,7 +325,7 @@ class Attempt:
         request = Generation(
             engine_request_id=self.name,
             tokens=job.tokens,
-            params=sampling_params(job.params),
+            params=self._started.params,
             salt=namespace.salt(streams.salt_key, self._started.dispatch.ns_id),
         )
         streams.admission.submitted(self.ticket)

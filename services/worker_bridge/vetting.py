@@ -24,6 +24,9 @@ CONTEXT_TOO_LONG = "context_too_long"
 FACT_NAMESPACE = "refused_namespace"
 FACT_REPLY = "forged_reply"
 
+Params = dict[str, object]
+"""Sampling parameters by vLLM's names, as the engine is to get them."""
+
 _FIELDS = msgspec.structs.fields(Namespace)
 
 
@@ -48,8 +51,8 @@ def vet(
     namespace_key: bytes,
     max_model_len: int,
     epoch_of: Callable[[str, str], bytes] = epoch_zero,
-) -> Refusal | None:
-    """None if it may run."""
+) -> Refusal | Params:
+    """The engine's parameters if it may run."""
     asked = job.namespace
     if job.request_id != dispatch.request_id or not subjects.is_token(job.request_id):
         return Refusal(BAD_REQUEST, "the dispatch and its job are of different requests")
@@ -66,16 +69,15 @@ def vet(
     return _vet_content(job, max_model_len)
 
 
-def _vet_content(job: Job, max_model_len: int) -> Refusal | None:
+def _vet_content(job: Job, max_model_len: int) -> Refusal | Params:
     if not job.tokens or len(job.tokens) % 4 or job.kind not in ("chat", "completions"):
         return Refusal(BAD_REQUEST, "the job has no tokens, or is of no known kind")
     if len(job.tokens) // 4 >= max_model_len:
         return Refusal(CONTEXT_TOO_LONG, f"{len(job.tokens) // 4} tokens leave no room in {max_model_len}")
     try:
-        sampling_params(job.params)
+        return sampling_params(job.params)
     except ValueError as exc:
         return Refusal(BAD_REQUEST, f"the job's parameters are no JSON object: {exc}")
-    return None
 
 
 # The bridge's own to say, or able to change what is computed from which cache: never taken from a request.
@@ -100,7 +102,7 @@ _NOT_A_CLIENTS = frozenset(
 )
 
 
-def sampling_params(params: bytes) -> dict[str, object]:
+def sampling_params(params: bytes) -> Params:
     """The job's parameters for the engine, without those that are not a client's to set.
 
     :raises ValueError: not a JSON object."""

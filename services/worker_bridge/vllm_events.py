@@ -11,7 +11,6 @@ Owns: sockets and their order.   Must not know: what events mean.
 Source: facts/vllm.md, "KV events over ZMQ" (who binds, the replay protocol, REQ would see only the first reply)."""
 
 import asyncio
-import contextlib
 from typing import Protocol
 
 import anyio
@@ -39,7 +38,6 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     live: str
     replay: str = ""
-    topic: str = ""
 
     def engine_binds(self) -> bool:
         """vLLM's rule: it binds wildcards, ipc:// and inproc://, and connects to a plain tcp:// address."""
@@ -62,10 +60,6 @@ class Listener(Protocol):
 
     def ended(self) -> None:
         """The engine is gone, or another one has taken its place."""
-
-
-class _SessionOver(Exception):
-    """The connection ended or the numbers rewound."""
 
 
 class VllmEvents:
@@ -116,7 +110,7 @@ class _Session:
         self._live.linger = 0
         # The index must hear everything: no bound here, the engine's side has one.
         self._live.rcvhwm = 0
-        self._live.setsockopt_string(zmq.SUBSCRIBE, endpoints.topic)
+        self._live.setsockopt(zmq.SUBSCRIBE, b"")
         self._monitor = self._live.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 
     async def run(self) -> None:
@@ -130,10 +124,9 @@ class _Session:
         self._story.failure = ""
         self._began = True
         self._listener.began()
-        with contextlib.suppress(_SessionOver):
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._end_on_disconnect, group.cancel_scope)
-                await self._tell(group.cancel_scope)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._end_on_disconnect, group.cancel_scope)
+            await self._tell(group.cancel_scope)
 
     def close(self) -> None:
         if self._began:

@@ -304,7 +304,7 @@ def test_events_of_other_tiers_and_groups_change_nothing() -> None:
     ops = blocks.apply([BlockStored(**fields | {"medium": "CPU"}), BlockStored(**fields | {"group_idx": 1})])
 
     assert ops == []
-    assert (blocks.unused.other_tier, blocks.unused.other_group, blocks.complete) == (1, 1, True)
+    assert (blocks.unused.other_tier, blocks.complete) == (1, True)
 
 
 def test_a_run_whose_tokens_are_not_its_blocks_is_refused() -> None:
