@@ -224,10 +224,11 @@ class Bus:
         tls: ssl.SSLContext | None = None,
         connect_timeout_s: float = 5.0,
         max_header_bytes: int = 16 * 1024,
+        echo: bool = True,
         on_event: Callable[[str, str], None] = lambda kind, detail: None,
     ) -> "Bus":
-        """A connected bus. `on_event(kind, detail)` hears: denied, slow_consumer, disconnected, reconnected,
-        recreated, error.
+        """A connected bus. Without `echo` its own messages do not come back to it. `on_event(kind, detail)` hears:
+        denied, slow_consumer, disconnected, reconnected, recreated, error.
 
         :raises NotAdmitted: the server does not take these credentials; said at once, without another try.
         :raises BusUnavailable: no server within the time."""
@@ -240,6 +241,7 @@ class Bus:
             "connect_timeout": connect_timeout_s,
             "ping_interval": 5,
             "pending_size": 0,
+            "no_echo": not echo,
         }
         if nkey_seed is not None:
             options["nkeys_seed_str"] = nkey_seed.decode("ascii")

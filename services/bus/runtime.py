@@ -2,7 +2,7 @@
 """One skeleton for every service: loop, config, bus, health over HTTP, `$SRV`, logs, and an orderly end.
 
 A service is `async def run(rt: Runtime) -> None`: it subscribes, calls `rt.ready()`, waits for `rt.stopping`, ends
-the work in hand and returns. SIGTERM and SIGINT set `stopping`; what is not done `DRAIN_S` later is cancelled. An
+the work in hand and returns. SIGTERM and SIGINT set `stopping`; what is not done `drain_s` later is cancelled. An
 exception ends the process with status 1: whoever started it starts it again.
 
 Owns: process-wide things.   Must not know: what the service does."""
@@ -144,8 +144,16 @@ class Runtime:
         )
 
 
-def main(service: str, run: Run, *, state: Path, worker: str = "", environ: dict[str, str] | None = None) -> int:
-    """Runs one service process to its end; the exit status."""
+def main(
+    service: str,
+    run: Run,
+    *,
+    state: Path,
+    worker: str = "",
+    environ: dict[str, str] | None = None,
+    drain_s: float = DRAIN_S,
+) -> int:
+    """Runs one service process to its end; the exit status. Work in hand has `drain_s` to end after SIGTERM."""
     instance = worker or f"{service}-{secrets.token_hex(4)}"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(service, instance))
@@ -154,13 +162,15 @@ def main(service: str, run: Run, *, state: Path, worker: str = "", environ: dict
         config = config_module.load(state / "config.toml", environ if environ is not None else dict(os.environ))
         seed = secretfile.role_seed(state, service, worker)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(service, instance, state, config, seed, run))
+            return runner.run(_serve(service, instance, state, config, seed, run, drain_s))
     except PrefixbusError as exc:
         logging.getLogger(service).error("cannot start: %s", exc.sentence(), extra={"fields": {"code": exc.code}})
         return 1
 
 
-async def _serve(service: str, instance: str, state: Path, config: Config, seed: bytes, run: Run) -> int:
+async def _serve(
+    service: str, instance: str, state: Path, config: Config, seed: bytes, run: Run, drain_s: float
+) -> int:
     rt = Runtime(service, instance, state, config, RealClock())
     rt.bus = bus = await Bus.connect(
         config.nats.url,
@@ -168,6 +178,8 @@ async def _serve(service: str, instance: str, state: Path, config: Config, seed:
         inbox_prefix=subjects.service_inbox(service, instance),
         nkey_seed=seed,
         max_header_bytes=config.limits.max_header_bytes,
+        # A service has no need to be told what it said itself; a router would book all its dispatches twice.
+        echo=False,
         tls=tls_module.client_context(config.tls, state),
         on_event=rt.bus_event,
     )
@@ -183,7 +195,7 @@ async def _serve(service: str, instance: str, state: Path, config: Config, seed:
         _write_run_file(run_file, rt, http.addresses[0][1])
         async with anyio.create_task_group() as task_group:
             rt.task_group = task_group
-            task_group.start_soon(_bound_the_drain, rt)
+            task_group.start_soon(_bound_the_drain, rt, drain_s)
             await run(rt)
             task_group.cancel_scope.cancel()
         return 0
@@ -198,11 +210,11 @@ async def _serve(service: str, instance: str, state: Path, config: Config, seed:
         await bus.close()
 
 
-async def _bound_the_drain(rt: Runtime) -> None:
+async def _bound_the_drain(rt: Runtime, drain_s: float) -> None:
     await rt.stopping.wait()
     rt.log.info("stopping")
-    await anyio.sleep(DRAIN_S)
-    rt.log.warning("work in hand did not end within %s s and is cancelled", DRAIN_S)
+    await anyio.sleep(drain_s)
+    rt.log.warning("work in hand did not end within %g s and is cancelled", drain_s)
     rt.task_group.cancel_scope.cancel()
 
 

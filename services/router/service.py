@@ -79,8 +79,8 @@ class Wires:
             self._desk.lost(lost)
 
     def dispatched(self, announced: Dispatched, _: Msg) -> None:
-        if announced.router != self._rt.instance:
-            self._desk.dispatched(announced)
+        """Another router's: the runtime's connection does not hear itself."""
+        self._desk.dispatched(announced)
 
     def outcome(self, outcome: Outcome, message: Msg) -> None:
         _check_sender(subjects.outcome(outcome.worker, outcome.request_id), message)

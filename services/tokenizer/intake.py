@@ -168,7 +168,6 @@ class Envelope(msgspec.Struct, frozen=True):
     """What the headers say. `deadline_at` is by our clock: a client's may be `clock_skew_s` behind it. Empty strings:
     not given."""
 
-    client_request_id: str
     deadline_at: float
     prefix_class: str
     traceparent: str
@@ -196,12 +195,8 @@ B = TypeVar("B", bound=_Body)
 def envelope(headers: Mapping[str, str] | None, limits: LimitsSection, wall: float) -> Envelope:
     """The headers of a request that came at `wall`.
 
-    :raises HeadersTooLarge: over the limit.   :raises BadRequest: a header is malformed.
-    :raises DeadlineExceeded: it was too late when it came."""
+    :raises BadRequest: a header is malformed.   :raises DeadlineExceeded: it was too late when it came."""
     headers = headers or {}
-    size = sum(len(name) + len(value) + 4 for name, value in headers.items())
-    if size > limits.max_header_bytes:
-        raise headers_too_large(size, limits)
     request_id = headers.get(subjects.HEADER_REQUEST_ID, "")
     if request_id and not subjects.is_token(request_id):
         raise BadRequest(
@@ -216,7 +211,6 @@ def envelope(headers: Mapping[str, str] | None, limits: LimitsSection, wall: flo
         )
     traceparent = headers.get(subjects.HEADER_TRACEPARENT, "")
     return Envelope(
-        client_request_id=request_id,
         deadline_at=_deadline(headers.get(subjects.HEADER_DEADLINE, ""), limits, wall),
         prefix_class=prefix_class,
         traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
@@ -304,13 +298,16 @@ def fit(request: Request, prompt_tokens: int, max_model_len: int) -> int:
 
 
 def refuse_if_hopeless(request: Request, chars: int, longest_token_chars: int, max_model_len: int) -> None:
-    """Before a text is tokenised at all: no token stands for more characters than the longest.
+    """Before a text is tokenised at all: no token stands for more characters than the longest, and no message for less
+    than one token.
 
     :raises ContextTooLong: even if every token were the longest, the prompt would not fit."""
-    at_least = -(-chars // longest_token_chars)
+    messages = len(request.chat.messages) if request.chat is not None else 0
+    at_least = max(-(-chars // longest_token_chars), messages)
     if at_least >= max_model_len:
         raise ContextTooLong(
-            f"{chars} characters are at least {at_least} tokens, over the model's {max_model_len}.",
+            f"{chars} characters{f' in {messages} messages' if messages else ''} are at least {at_least} tokens, over"
+            f" the model's {max_model_len}.",
             field=_prompt_field(request),
             remedy="Shorten the prompt.",
         )

@@ -6,7 +6,10 @@ ending frame from here, or goes on to the router, which answers for it from then
 
 Owns: subscriptions, work in hand, metrics.   Must not know: how tokens are made."""
 
+import functools
+import gc
 import secrets
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -30,14 +33,14 @@ from ..bus.errors import (
     Unavailable,
     UnknownModel,
 )
-from ..bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, MessageInvalid, Route
+from ..bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
 from ..bus.runtime import Runtime
 from ..bus.subjects import InferSubject
 from . import intake
 from .classify import AnswerLengths, prefix_class
 from .memo import Memo
 from .model import TokenizerModel
-from .work import Workshop
+from .work import ENCODE_INLINE_CHARS, SMALL_BYTES, Draft, Tokens, Workshop, is_small
 
 SERVICE = "tokenizer"
 # The first keep-alive comes within 1 s of acceptance (DESIGN 2); looked for this often.
@@ -45,10 +48,12 @@ KEEPALIVE_AFTER_S = 0.7
 TICK_S = 0.2
 # The server says within a round trip that nobody listens; after this long it will not.
 ROUTED_FOR_S = 5.0
-# Bodies and prompts whose parsing and keying cost more than a hop to a thread is worth.
-PARSE_INLINE_BYTES = 256 * 1024
-KEYS_INLINE_BYTES = 4 * 64 * 1024
+# Subjects and namespaces of callers seen before are not worked out again.
+KNOWN_CALLERS = 4096
+# Forged replies waiting to be put on the record; beyond it they are only counted.
+FACTS_WAITING = 256
 MEMO_TENANTS = 16
+SWITCH_S = 0.0005
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -59,6 +64,7 @@ class Loaded(msgspec.Struct, frozen=True):
     tokenizer: TokenizerModel
     identity: identity.ModelIdentity
     serves: str
+    route_subject: str
 
 
 class Metrics:
@@ -96,6 +102,12 @@ class Metrics:
             registry=registry,
         )
         self.in_work = Gauge("prefixbus_tokenizer_in_work", "Requests in work.", registry=registry)
+        self.facts_lost = Counter(
+            "prefixbus_tokenizer_facts_lost", "Forged replies that are not on the record.", registry=registry
+        )
+        self.ok = self.requests.labels("ok")
+        self.from_memo = self.tokens.labels("memo")
+        self.encoded = self.tokens.labels("encoded")
         self.memo_bytes = Gauge("prefixbus_tokenizer_memo_bytes", "Bytes of remembered ids.", registry=registry)
 
 
@@ -104,15 +116,27 @@ class _InHand:
     request can be found and cancelled; `created_at` is what all its chunks say; `heard_at` is when its client last
     heard of it."""
 
-    __slots__ = ("arrived_at", "created_at", "heard_at", "kind", "label", "model", "reply")
+    __slots__ = ("arrived_at", "created_at", "heard_at", "kind", "label", "message", "model", "request_id")
 
-    def __init__(self, model: str, reply: str, now: float, wall: float) -> None:
-        self.model = model
-        self.reply = reply
+    def __init__(self, message: Msg, request_id: str, now: float, wall: float) -> None:
+        self.message = message
+        self.request_id = request_id
+        label = (message.headers or {}).get(subjects.HEADER_REQUEST_ID, "")
+        self.label = label if subjects.is_token(label) else request_id
         self.created_at = int(wall)
-        self.label = ""
+        self.model = ""
         self.kind = "chat"
         self.arrived_at = self.heard_at = now
+
+
+class _Begun(msgspec.Struct):
+    """What is known of a request when its headers are read; `request` and `draft` if its body is small."""
+
+    subject: InferSubject
+    envelope: intake.Envelope
+    loaded: Loaded
+    request: intake.Request | None = None
+    draft: Draft | None = None
 
 
 class _Routed(msgspec.Struct, frozen=True):
@@ -135,10 +159,14 @@ class Tokenizer:
         self._workshop = Workshop(self._memo, secrets.token_bytes(32), rt.clock)
         self._lengths = AnswerLengths()
         self._namespace_key = rt.purpose_key("namespace")
+        self._space_of = functools.lru_cache(KNOWN_CALLERS)(self._new_space)
+        self._parse_subject = functools.lru_cache(KNOWN_CALLERS)(subjects.parse_infer)
         self._no_router = f"{subjects.service_inbox(SERVICE, rt.instance)}.nr"
         self._room = anyio.Semaphore(rt.config.tokenizer.max_in_work)
         self._in_hand: dict[str, _InHand] = {}
+        metrics.in_work.set_function(lambda: len(self._in_hand))
         self._routed: OrderedDict[str, _Routed] = OrderedDict()
+        self._facts, self._facts_to_record = anyio.create_memory_object_stream[Fact](FACTS_WAITING)
         self._tasks: anyio.abc.TaskGroup
 
     async def run(self) -> None:
@@ -147,12 +175,14 @@ class Tokenizer:
         async with anyio.create_task_group() as beside:
             beside.start_soon(self._tend)
             statuses = await rt.bus.subscribe(f"{self._no_router}.*", self._nobody_routes)
-            await rt.bus.listen(subjects.ALL_OUTCOME, self._answer_ended)
-            async with anyio.create_task_group() as self._tasks:
-                requests = await rt.bus.subscribe(subjects.ALL_INFER, self.arrived, queue=SERVICE)
-                rt.ready(self.not_ready_because)
-                await rt.stopping.wait()
-                await requests.drain()
+            await rt.listen(subjects.ALL_OUTCOME, OUTCOME, self._answer_ended)
+            async with anyio.create_task_group() as recording:
+                recording.start_soon(self._record)
+                async with self._facts, anyio.create_task_group() as self._tasks:
+                    requests = await rt.bus.subscribe(subjects.ALL_INFER, self.arrived, queue=SERVICE)
+                    rt.ready(self.not_ready_because)
+                    await rt.stopping.wait()
+                    await requests.drain()
             try:
                 # What was routed last may still come back: the server's word precedes its answer to this.
                 await rt.bus.flush()
@@ -165,106 +195,117 @@ class Tokenizer:
         """Models that cannot be served, and why. The others are served all the same."""
         return "; ".join(f"{name}: {reason}" for name, reason in sorted(self._broken.items()))
 
-    async def arrived(self, message: Msg) -> None:
-        """Takes one message in; waits, and so holds up those behind it, while there is no room."""
-        await self._room.acquire()
-        self._tasks.start_soon(self._take, message)
-
     def __repr__(self) -> str:
         return f"<Tokenizer {self._rt.instance}: {sorted(self._models)}, {len(self._in_hand)} in hand, {self._memo!r}>"
 
-    async def _take(self, message: Msg) -> None:
+    async def arrived(self, message: Msg) -> None:
+        """Takes one message in. What costs less than a task is done at once; for the rest there must be room: while
+        there is none, this waits, and holds up those behind it."""
+        in_hand = self._admitted(message)
+        if in_hand is None:
+            return
         try:
-            await self._answer(message)
+            begun = self._begin(in_hand)
         except Exception as exc:  # the edge: one request's failure is not the service's
-            self._rt.caught(exc, "a request was dropped", subject=message.subject[:200])
-        finally:
-            self._room.release()
+            self._fail(in_hand, exc)
+            return
+        if begun is not None:
+            await self._room.acquire()
+            self._tasks.start_soon(self._take, in_hand, begun)
 
-    async def _answer(self, message: Msg) -> None:
+    def _admitted(self, message: Msg) -> _InHand | None:
+        """None if it gets no answer: it has no reply, or a forged one."""
         if not message.reply:
             self._metrics.requests.labels("no_reply").inc()
-            return
-        tenant = message.subject.split(".")[3] if message.subject.count(".") >= 3 else ""
+            return None
+        # `pb.v1.infer.>` has a fourth part.
+        tenant = message.subject.split(".", 4)[3]
         if not subjects.is_token(tenant) or not subjects.is_own_reply(message.reply, tenant):
-            await self._record_forgery(message, tenant)
-            return
+            self._note_forgery(message, tenant)
+            return None
         wall = self._rt.clock.wall()
         request_id = ids.request_id(wall, secrets.token_bytes(ids.ENTROPY_BYTES))
-        in_hand = _InHand("", message.reply, self._rt.clock.now(), wall)
-        self._in_hand[request_id] = in_hand
-        self._metrics.in_work.set(len(self._in_hand))
-        try:
-            await self._serve(message, request_id, in_hand)
-            self._metrics.requests.labels("ok").inc()
-        except PrefixbusError as exc:
-            self._metrics.requests.labels(exc.code).inc()
-            await self._refuse(exc, in_hand.reply, in_hand.label)
-        except Exception as exc:  # nobody foresaw it: the client hears that, the log has the rest
-            self._rt.caught(exc, "a request failed", request_id=request_id)
-            self._metrics.requests.labels(PrefixbusError.code).inc()
-            await self._refuse(PrefixbusError(), in_hand.reply, in_hand.label)
-        finally:
-            del self._in_hand[request_id]
-            self._metrics.in_work.set(len(self._in_hand))
-            self._metrics.seconds.observe(self._rt.clock.now() - in_hand.arrived_at)
+        return _InHand(message, request_id, self._rt.clock.now(), wall)
 
-    async def _serve(self, message: Msg, request_id: str, in_hand: _InHand) -> None:
+    def _begin(self, in_hand: _InHand) -> _Begun | None:
+        """Reads the headers, and does the whole work if it is small; else what is left to do."""
         rt, limits = self._rt, self._rt.config.limits
+        message = in_hand.message
         headers = message.headers or {}
-        # Before anything can go wrong, so that the error says whose it is.
-        label = headers.get(subjects.HEADER_REQUEST_ID, "")
-        in_hand.label = label if subjects.is_token(label) else request_id
-        subject = subjects.parse_infer(message.subject)
+        subject = self._parse_subject(message.subject)
         in_hand.model = subject.model
         if OVERSIZED_HEADERS in headers:
             raise intake.headers_too_large(headers[OVERSIZED_HEADERS], limits)
         envelope = intake.envelope(headers, limits, rt.clock.wall())
-        route = None
-        with anyio.move_on_after(envelope.deadline_at - rt.clock.wall()):
-            route = await self._route(message, subject, request_id, in_hand, envelope)
-        # A thread is not interrupted: its result may come too late as well.
-        if route is None or rt.clock.wall() >= envelope.deadline_at:
-            raise DeadlineExceeded("It passed before the prompt was tokenised.")
-        # Outside the deadline: what is half handed over would be answered twice. Noted first: the server may say at
-        # once that nobody listens.
-        self._routed[request_id] = _Routed(message.reply, in_hand.label, rt.clock.now())
-        try:
-            await rt.bus.publish(
-                subjects.route(subject.model), ROUTE.encode(route), reply=f"{self._no_router}.{request_id}"
-            )
-        except PrefixbusError:
-            del self._routed[request_id]
-            raise
-
-    async def _route(
-        self, message: Msg, subject: InferSubject, request_id: str, in_hand: _InHand, envelope: intake.Envelope
-    ) -> Route:
         loaded = self._model(subject.model)
-        section, limits = loaded.section, self._rt.config.limits
-        body: bytes = message.data
-        request = await self._workshop.run(len(body), PARSE_INLINE_BYTES, intake.parse, body, subject.model, limits)
+        begun = _Begun(subject, envelope, loaded)
+        if not is_small(message.data):
+            return begun
+        request = begun.request = intake.parse(message.data, subject.model, limits)
         in_hand.kind = request.kind
-        tokens = await self._workshop.tokens(
-            loaded.tokenizer, subject.tenant, subject.scope, request, section.max_model_len
+        draft = begun.draft = self._workshop.begin(
+            loaded.tokenizer, subject.tenant, subject.scope, request, loaded.section.max_model_len
         )
+        if draft.missing_chars > ENCODE_INLINE_CHARS:
+            return begun
+        tokens = self._workshop.finish_at_once(loaded.tokenizer, subject.tenant, draft)
+        self._hand_over(in_hand, begun, self._route(in_hand, begun, request, tokens))
+        return None
+
+    async def _take(self, in_hand: _InHand, begun: _Begun) -> None:
+        """Does what is left, in threads."""
+        self._in_hand[in_hand.request_id] = in_hand
+        try:
+            route = None
+            with anyio.move_on_after(begun.envelope.deadline_at - self._rt.clock.wall()):
+                route = await self._tokenised(in_hand, begun)
+            self._hand_over(in_hand, begun, route)
+        except Exception as exc:  # the edge, as above
+            self._fail(in_hand, exc)
+        finally:
+            del self._in_hand[in_hand.request_id]
+            self._room.release()
+
+    async def _tokenised(self, in_hand: _InHand, begun: _Begun) -> bytes:
+        loaded, subject, at = begun.loaded, begun.subject, self._workshop
+        body: bytes = in_hand.message.data
+        request = begun.request
+        if request is None:
+            request = await at.run(len(body), intake.parse, body, subject.model, self._rt.config.limits)
+            in_hand.kind = request.kind
+        tokens = await at.tokens(
+            loaded.tokenizer,
+            subject.tenant,
+            subject.scope,
+            request,
+            loaded.section.max_model_len,
+            len(body),
+            begun.draft,
+        )
+        size = max(len(body), len(tokens.ids))
+        if size <= SMALL_BYTES:
+            return self._route(in_hand, begun, request, tokens)
+        return await at.run(size, self._route, in_hand, begun, request, tokens)
+
+    def _route(self, in_hand: _InHand, begun: _Begun, request: intake.Request, tokens: Tokens) -> bytes:
+        """The message for the router; reads only, so that it may run in a thread.
+
+        :raises BadRequest, ContextTooLong: see `intake.fit`."""
+        loaded, subject, envelope = begun.loaded, begun.subject, begun.envelope
+        section = loaded.section
         prompt_tokens = len(tokens.ids) // 4
         max_tokens = intake.fit(request, prompt_tokens, section.max_model_len)
-        self._metrics.tokens.labels("memo").inc(tokens.memo_tokens)
-        self._metrics.tokens.labels("encoded").inc(prompt_tokens - tokens.memo_tokens)
+        self._metrics.from_memo.inc(tokens.memo_tokens)
+        self._metrics.encoded.inc(prompt_tokens - tokens.memo_tokens)
         if tokens.covered:
             self._metrics.covered.inc()
-        space = loaded.identity.namespace(subject.tenant, subject.scope, request.client_salt)
-        ns_id = namespace.ns_id(self._namespace_key, space)
+        space, ns_id = self._space_of(loaded.identity, subject.tenant, subject.scope, request.client_salt)
         kind_of_prefix = prefix_class(request, envelope.prefix_class)
-        keys = await self._workshop.run(
-            len(tokens.ids), KEYS_INLINE_BYTES, blockkeys.chain, tokens.ids, section.block_size, namespace.seed(ns_id)
-        )
         job = Job(
             v=VERSION,
-            request_id=request_id,
+            request_id=in_hand.request_id,
             client_request_id=in_hand.label,
-            reply=message.reply,
+            reply=in_hand.message.reply,
             namespace=space,
             tokens=tokens.ids,
             kind=request.kind,
@@ -275,24 +316,64 @@ class Tokenizer:
             traceparent=envelope.traceparent,
             prefix_class=kind_of_prefix,
         )
-        return Route(
+        route = Route(
             v=VERSION,
-            request_id=request_id,
+            request_id=in_hand.request_id,
             client_request_id=in_hand.label,
             tenant=subject.tenant,
             model=subject.model,
             serves=loaded.serves,
             ns_id=ns_id,
-            keys=keys,
+            keys=blockkeys.chain(tokens.ids, section.block_size, namespace.seed(ns_id)),
             prompt_tokens=prompt_tokens,
             output_tokens=self._lengths.estimate(kind_of_prefix, max_tokens),
             prefix_class=kind_of_prefix,
-            reply=message.reply,
+            reply=in_hand.message.reply,
             deadline_at=envelope.deadline_at,
             job=JOB.encode(job),
             kind=request.kind,
             created_at=in_hand.created_at,
         )
+        return ROUTE.encode(route)
+
+    def _new_space(
+        self, model: identity.ModelIdentity, tenant: str, scope: str, client_salt: str
+    ) -> tuple[namespace.Namespace, bytes]:
+        space = model.namespace(tenant, scope, client_salt)
+        return space, namespace.ns_id(self._namespace_key, space)
+
+    def _hand_over(self, in_hand: _InHand, begun: _Begun, route: bytes | None) -> None:
+        """:raises DeadlineExceeded: there is no route, or it comes too late (a thread is not interrupted).
+        :raises PrefixbusError: it could not be sent; nobody has it."""
+        rt, request_id = self._rt, in_hand.request_id
+        if route is None or rt.clock.wall() >= begun.envelope.deadline_at:
+            raise DeadlineExceeded("It passed before the prompt was tokenised.")
+        # Noted first: the server may say at once that nobody listens.
+        self._routed[request_id] = _Routed(in_hand.message.reply, in_hand.label, rt.clock.now())
+        try:
+            rt.bus.send(begun.loaded.route_subject, route, reply=f"{self._no_router}.{request_id}")
+        except PrefixbusError:
+            del self._routed[request_id]
+            raise
+        self._metrics.ok.inc()
+        self._metrics.seconds.observe(rt.clock.now() - in_hand.arrived_at)
+
+    def _fail(self, in_hand: _InHand, exc: Exception) -> None:
+        """The one ending frame of a request that goes no further."""
+        if isinstance(exc, PrefixbusError):
+            error = exc
+        else:  # nobody foresaw it: the client hears that, the log has the rest
+            self._rt.caught(exc, "a request failed", request_id=in_hand.request_id)
+            error = PrefixbusError()
+        self._metrics.requests.labels(error.code).inc()
+        self._metrics.seconds.observe(self._rt.clock.now() - in_hand.arrived_at)
+        self._refuse(error, in_hand.message.reply, in_hand.label)
+
+    def _refuse(self, error: PrefixbusError, reply: str, label: str) -> None:
+        try:
+            self._rt.bus.send(reply, headers=frames.error_headers(error, label))
+        except PrefixbusError as exc:
+            self._rt.caught(exc, "a client could not be told", request_id=label)
 
     def _model(self, name: str) -> Loaded:
         loaded = self._models.get(name)
@@ -303,12 +384,9 @@ class Tokenizer:
         known = ", ".join(sorted(self._models)) or "none"
         raise UnknownModel(f"{name[:80]!r} is not served.", field="model", remedy=f"Served are: {known}.")
 
-    async def _refuse(self, error: PrefixbusError, reply: str, label: str) -> None:
-        """The one ending frame of a request that goes no further."""
-        await self._rt.bus.publish(reply, headers=frames.error_headers(error, label))
-
-    async def _record_forgery(self, message: Msg, tenant: str) -> None:
-        """Never writes to the reply; says so on the record instead."""
+    def _note_forgery(self, message: Msg, tenant: str) -> None:
+        """Never writes to the reply; leaves a fact for the record instead, beside the requests: whoever forges must not
+        slow the others."""
         self._metrics.requests.labels(ForgedReply.code).inc()
         try:
             scope = subjects.parse_infer(message.subject).scope
@@ -325,9 +403,21 @@ class Tokenizer:
             request_id=label if subjects.is_token(label) else "",
             detail=frames.one_line(message.reply)[:256],
         )
-        await self._rt.bus.publish_acked(
-            subjects.audit(SERVICE, self._rt.instance), FACT.encode(fact), msg_id=secrets.token_hex(16)
-        )
+        try:
+            self._facts.send_nowait(fact)
+        except anyio.WouldBlock:
+            self._metrics.facts_lost.inc()
+
+    async def _record(self) -> None:
+        """Puts facts on the record, one after the other, until there will be no more."""
+        subject = subjects.audit(SERVICE, self._rt.instance)
+        async with self._facts_to_record:
+            async for fact in self._facts_to_record:
+                try:
+                    await self._rt.bus.publish_acked(subject, FACT.encode(fact), msg_id=secrets.token_hex(16))
+                except PrefixbusError as exc:
+                    self._metrics.facts_lost.inc()
+                    self._rt.caught(exc, "a fact was not recorded", tenant=fact.tenant)
 
     async def _nobody_routes(self, message: Msg) -> None:
         """The server's word that no router listens: the request comes back here."""
@@ -337,18 +427,9 @@ class Tokenizer:
         if routed is None:
             return
         self._metrics.requests.labels(Unavailable.code).inc()
-        error = Unavailable("No router listens.", remedy="Try again shortly.")
-        try:
-            await self._refuse(error, routed.reply, routed.label)
-        except PrefixbusError as exc:
-            self._rt.caught(exc, "a client could not be told", request_id=routed.label)
+        self._refuse(Unavailable("No router listens.", remedy="Try again shortly."), routed.reply, routed.label)
 
-    def _answer_ended(self, message: Msg) -> None:
-        try:
-            outcome = OUTCOME.decode(message.data)
-        except MessageInvalid as exc:
-            self._rt.caught(exc, "an outcome was ignored", subject=message.subject)
-            return
+    def _answer_ended(self, outcome: Outcome, _: Msg) -> None:
         if outcome.status == "ok" and outcome.prefix_class in intake.PREFIX_CLASSES:
             self._lengths.observe(outcome.prefix_class, outcome.output_tokens)
 
@@ -358,21 +439,21 @@ class Tokenizer:
         while True:
             await anyio.sleep(TICK_S)
             now = rt.clock.now()
-            for request_id, in_hand in list(self._in_hand.items()):
+            for in_hand in list(self._in_hand.values()):
                 if now - in_hand.heard_at >= KEEPALIVE_AFTER_S:
                     in_hand.heard_at = now
-                    await self._keep_alive(request_id, in_hand)
+                    self._keep_alive(in_hand)
             while self._routed and now - next(iter(self._routed.values())).at > ROUTED_FOR_S:
                 self._routed.popitem(last=False)
             self._memo.expire(now)
             self._metrics.memo_bytes.set(self._memo.held_bytes)
 
-    async def _keep_alive(self, request_id: str, in_hand: _InHand) -> None:
-        body = frames.keepalive(in_hand.kind, in_hand.model, request_id, in_hand.created_at)
+    def _keep_alive(self, in_hand: _InHand) -> None:
+        body = frames.keepalive(in_hand.kind, in_hand.model, in_hand.request_id, in_hand.created_at)
         try:
-            await self._rt.bus.publish(in_hand.reply, body, headers=frames.keepalive_headers(in_hand.label))
+            self._rt.bus.send(in_hand.message.reply, body, headers=frames.keepalive_headers(in_hand.label))
         except PrefixbusError as exc:
-            self._rt.caught(exc, "a keep-alive was not sent", request_id=request_id)
+            self._rt.caught(exc, "a keep-alive was not sent", request_id=in_hand.request_id)
 
 
 async def load_models(rt: Runtime, metrics: Metrics) -> tuple[dict[str, Loaded], dict[str, str]]:
@@ -414,10 +495,20 @@ def load_model(name: str, section: ModelSection, base: Path) -> Loaded:
                 remedy="Restore the files, or name the new revision on every service.",
             )
     made = identity.of_model(name, section, found)
-    return Loaded(name, section, tokenizer, made, made.digest())
+    return Loaded(name, section, tokenizer, made, made.digest(), subjects.route(name))
+
+
+def _make_way_for_the_loop() -> None:
+    """What threads must not do to the loop of this process, said once all models are loaded."""
+    # A thread that renders or hashes gives way after this long (5 ms is Python's default).
+    sys.setswitchinterval(SWITCH_S)
+    # The collector would go through all that the models brought with it, 100 ms, for every large body's objects.
+    gc.collect()
+    gc.freeze()
 
 
 async def run(rt: Runtime) -> None:
     metrics = Metrics(rt.registry)
     models, broken = await load_models(rt, metrics)
+    _make_way_for_the_loop()
     await Tokenizer(rt, models, broken, metrics).run()

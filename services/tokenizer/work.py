@@ -2,20 +2,24 @@
 """A request's prompt as token ids, without ever holding up the event loop.
 
 Small work runs where it is, since a thread costs more; the rest runs in threads, where the batch call leaves the GIL
-alone. Long prompts have a lane of their own, one thread fewer than cores: they wait for each other, nothing waits for
-them.
+alone. What is small is known before anything is parsed: from the body's bytes, and from its quotes, of which every
+message, tool call and key needs some. Long bodies and prompts have a lane of their own, one thread fewer than cores:
+they wait for each other, nothing waits for them.
 
-    render, split, hash   in place up to RENDER_INLINE_CHARS
-    encode what the memo lacks   in place up to ENCODE_INLINE_CHARS, in the long lane from LONG_CHARS
+    parse, render, split, hash    in place while `is_small(body)`
+    encode what the memo lacks    in place up to ENCODE_INLINE_CHARS
+    ask and fill the memo         on the loop (it is the loop's), SLICE texts at a turn
 
 Owns: lanes, thresholds, the memo's use.   Must not know: NATS, headers.
-Units: characters, seconds.   Source: facts/index.md (`encode` in a thread holds the GIL; 2-3 us/token); tests/bench."""
+Units: characters, bytes, seconds.   Source: facts/index.md (`encode` in a thread holds the GIL; 2-3 us/token);
+tests/bench."""
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 from anyio import CapacityLimiter
@@ -27,11 +31,15 @@ from .intake import Request
 from .model import TokenizerModel, pack
 from .sentinels import Sentinels
 
-# Hashing and splitting are 3 ns a character: 0.5 ms here.
-RENDER_INLINE_CHARS = 128 * 1024
+# At worst 2 ms in place: 60 ns a byte of tool calls, 25 us a message (8 quotes). Text alone is 10 ns a byte.
+SMALL_BYTES = 32 * 1024
+SMALL_QUOTES = 512
 # 1 ms in English, 3 ms in Chinese; a hop to a thread and back is 0.1 ms.
 ENCODE_INLINE_CHARS = 2048
-LONG_CHARS = 64 * 1024
+# Of a body (bytes) or of what is to be encoded (characters): from here on in the long lane.
+LONG = 64 * 1024
+# Texts looked up or remembered in one turn of the loop: 0.3 ms.
+SLICE = 256
 
 T = TypeVar("T")
 
@@ -44,12 +52,21 @@ class Tokens(msgspec.Struct, frozen=True):
     covered: bool
 
 
-class _Plan(msgspec.Struct):
-    """A prompt as ids and texts, in order; `keys` has a memo key for each text, or None where it stands alone."""
+class Draft(msgspec.Struct):
+    """A prompt on its way to ids: ids (u32 LE) and texts, in order; `keys` has a memo key for each text, or None where
+    it stands alone. `missing` are the places of texts that the memo does not know."""
 
     parts: list[bytes | str]
     keys: list[bytes | None]
     covered: bool
+    missing: list[int] = []
+    missing_chars: int = 0
+    memo_tokens: int = 0
+
+
+def is_small(body: bytes) -> bool:
+    """Whether to parse, render, split and hash this body in place; costs a scan of at most SMALL_BYTES."""
+    return len(body) <= SMALL_BYTES and body.count(b'"') <= SMALL_QUOTES
 
 
 class Workshop:
@@ -65,65 +82,116 @@ class Workshop:
         self._long = CapacityLimiter(max(1, (os.cpu_count() or 2) - 1))
         self._short = CapacityLimiter(4)
 
-    async def run(self, chars: int, inline_chars: int, work: Callable[..., T], *args: object) -> T:
-        """`work(*args)`, in place if `chars` is small enough, else in a thread of the lane for its length."""
-        if chars <= inline_chars:
-            return work(*args)
-        limiter = self._long if chars >= LONG_CHARS else self._short
-        return await anyio.to_thread.run_sync(work, *args, limiter=limiter)
+    async def run(self, size: int, work: Callable[..., T], *args: object) -> T:
+        """`work(*args)` in a thread of the lane for its size (bytes or characters)."""
+        return await anyio.to_thread.run_sync(work, *args, limiter=self._long if size >= LONG else self._short)
+
+    def begin(self, model: TokenizerModel, tenant: str, scope: str, request: Request, max_model_len: int) -> Draft:
+        """A small request's draft, with what the memo knows filled in.
+
+        :raises BadRequest: the prompt cannot be rendered, holds foreign ids, or is hopelessly too long."""
+        draft = draw(model, request, self._key(model, scope), max_model_len)
+        self._recall(draft, tenant, range(len(draft.parts)))
+        return draft
+
+    def finish_at_once(self, model: TokenizerModel, tenant: str, draft: Draft) -> Tokens:
+        """The ids of a draft that lacks at most ENCODE_INLINE_CHARS."""
+        if draft.missing:
+            fresh = _encode(model, draft)
+            self._remember(draft, tenant, fresh, range(len(fresh)))
+        return _joined(draft)
 
     async def tokens(
-        self, model: TokenizerModel, tenant: str, scope: str, request: Request, max_model_len: int
+        self,
+        model: TokenizerModel,
+        tenant: str,
+        scope: str,
+        request: Request,
+        max_model_len: int,
+        body_bytes: int,
+        draft: Draft | None = None,
     ) -> Tokens:
-        """:raises BadRequest: the prompt cannot be rendered, holds foreign ids, or is hopelessly too long."""
-        if isinstance(request.prompt, list):
-            ids = request.prompt
-            return Tokens(await self.run(len(ids), RENDER_INLINE_CHARS, _checked, ids, model.vocab_size), 0, False)
-        chars = render.text_chars(request.chat) if request.chat is not None else len(request.prompt)
-        intake.refuse_if_hopeless(request, chars, model.longest_token_chars, max_model_len)
-        key = memo.scope_key(self._secret, model.revisions.tokenizer, scope)
-        plan = await self.run(chars, RENDER_INLINE_CHARS, _plan, model, request, key)
-        return await self._encoded(model, tenant, plan)
+        """The ids of any request, from the draft that `begin` made of it or from the start.
 
-    async def _encoded(self, model: TokenizerModel, tenant: str, plan: _Plan) -> Tokens:
+        :raises BadRequest: see `begin`."""
+        if draft is None:
+            draft = await self.run(body_bytes, draw, model, request, self._key(model, scope), max_model_len)
+            for places in _slices(len(draft.parts)):
+                self._recall(draft, tenant, places)
+                await anyio.lowlevel.checkpoint()
+        if draft.missing_chars <= ENCODE_INLINE_CHARS:
+            return self.finish_at_once(model, tenant, draft)
+        fresh = await self.run(draft.missing_chars, _encode, model, draft)
+        for places in _slices(len(fresh)):
+            self._remember(draft, tenant, fresh, places)
+            await anyio.lowlevel.checkpoint()
+        return _joined(draft)
+
+    def _key(self, model: TokenizerModel, scope: str) -> bytes:
+        return memo.scope_key(self._secret, model.revisions.tokenizer, scope)
+
+    def _recall(self, draft: Draft, tenant: str, places: range) -> None:
         now = self._clock.now()
-        out: list[bytes] = []
-        missing: list[int] = []
-        remembered = 0
-        for i, (part, key) in enumerate(zip(plan.parts, plan.keys, strict=True)):
+        parts, keys = draft.parts, draft.keys
+        for i in places:
+            part = parts[i]
             if isinstance(part, bytes):
-                out.append(part)
                 continue
+            key = keys[i]
             ids = self._memo.get(tenant, key, now) if key is not None else None
             if ids is None:
-                missing.append(i)
+                draft.missing.append(i)
+                draft.missing_chars += len(part)
             else:
-                remembered += len(ids) // 4
-            out.append(ids or b"")
-        if missing:
-            texts = [str(plan.parts[i]) for i in missing]
-            encode = model.encode if model.segmented or plan.covered else model.encode_whole
-            fresh = await self.run(sum(map(len, texts)), ENCODE_INLINE_CHARS, encode, texts)
-            for i, ids in zip(missing, fresh, strict=True):
-                out[i] = ids
-                if (key := plan.keys[i]) is not None:
-                    self._memo.put(tenant, key, ids, now)
-        return Tokens(b"".join(out), remembered, plan.covered)
+                draft.memo_tokens += len(ids) // 4
+                parts[i] = ids
+
+    def _remember(self, draft: Draft, tenant: str, fresh: list[bytes], places: range) -> None:
+        now = self._clock.now()
+        for place in places:
+            i = draft.missing[place]
+            draft.parts[i] = fresh[place]
+            if (key := draft.keys[i]) is not None:
+                self._memo.put(tenant, key, fresh[place], now)
 
 
-def _checked(ids: list[int], vocab_size: int) -> bytes:
-    intake.check_ids(ids, vocab_size)
-    return pack(ids)
+def _slices(count: int) -> list[range]:
+    return [range(start, min(start + SLICE, count)) for start in range(0, count, SLICE)]
 
 
-def _plan(model: TokenizerModel, request: Request, key: bytes) -> _Plan:
-    """Renders, cuts and hashes; pure but for its cost."""
-    if request.chat is None:
-        return _planned(model, str(request.prompt), key, None, dress=request.add_special_tokens)
-    return _plan_chat(model, request.chat, key)
+def _encode(model: TokenizerModel, draft: Draft) -> list[bytes]:
+    encode = model.encode if model.segmented or draft.covered else model.encode_whole
+    return encode([str(draft.parts[i]) for i in draft.missing])
 
 
-def _plan_chat(model: TokenizerModel, chat: render.Chat, key: bytes) -> _Plan:
+def _joined(draft: Draft) -> Tokens:
+    # A text that is left would raise here.
+    return Tokens(b"".join(cast(list[bytes], draft.parts)), draft.memo_tokens, draft.covered)
+
+
+def draw(model: TokenizerModel, request: Request, key: bytes, max_model_len: int) -> Draft:
+    """Renders, cuts and hashes; pure but for its cost. `key` is the memo's for this scope.
+
+    :raises BadRequest: see `Workshop.begin`."""
+
+    def refuse_if_hopeless(chars: int) -> None:
+        intake.refuse_if_hopeless(request, chars, model.longest_token_chars, max_model_len)
+
+    if isinstance(request.prompt, list):
+        intake.check_ids(request.prompt, model.vocab_size)
+        return Draft([pack(request.prompt)], [None], False)
+    chat = request.chat
+    if chat is None:
+        refuse_if_hopeless(len(request.prompt))
+        return _drawn(model, request.prompt, key, None, dress=request.add_special_tokens)
+    refuse_if_hopeless(render.text_chars(chat))
+    text, sentinels = _rendered(model, chat)
+    # Now with tools, documents and all that the template adds.
+    refuse_if_hopeless(len(text))
+    return _drawn(model, text, key, sentinels, dress=chat.add_special_tokens)
+
+
+def _rendered(model: TokenizerModel, chat: render.Chat) -> tuple[str, Sentinels | None]:
     if not model.chats:
         raise BadRequest("The model has no chat template.", field="messages", remedy="Send prompt instead.")
     try:
@@ -136,11 +204,10 @@ def _plan_chat(model: TokenizerModel, chat: render.Chat, key: bytes) -> _Plan:
         given, sentinels = model.shield.cover(given)
     except RecursionError as exc:
         raise BadRequest("Values are nested too deeply.", field="messages") from exc
-    text = model.render(given["messages"], given["tools"], given["documents"], chat, given["kwargs"])
-    return _planned(model, text, key, sentinels, dress=chat.add_special_tokens)
+    return model.render(given["messages"], given["tools"], given["documents"], chat, given["kwargs"]), sentinels
 
 
-def _planned(model: TokenizerModel, text: str, key: bytes, sentinels: Sentinels | None, *, dress: bool) -> _Plan:
+def _drawn(model: TokenizerModel, text: str, key: bytes, sentinels: Sentinels | None, *, dress: bool) -> Draft:
     """`dress`: with the ids that the tokenizer puts around a text."""
     try:
         text.encode()
@@ -164,4 +231,4 @@ def _planned(model: TokenizerModel, text: str, key: bytes, sentinels: Sentinels 
     if dress:
         parts.append(model.suffix)
         keys.append(None)
-    return _Plan(parts, keys, sentinels is not None)
+    return Draft(parts, keys, sentinels is not None)

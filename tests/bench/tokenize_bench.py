@@ -25,7 +25,7 @@ from prefixbus.bus.config import LimitsSection
 from prefixbus.tokenizer import gguf, intake
 from prefixbus.tokenizer.memo import Memo
 from prefixbus.tokenizer.model import TokenizerModel
-from prefixbus.tokenizer.work import Tokens, Workshop
+from prefixbus.tokenizer.work import Tokens, Workshop, is_small
 
 CHAT_TOKENS = 32_000
 LONG_TOKENS = 100_000
@@ -85,7 +85,8 @@ class Bench:
 
     async def tokens(self, sent: bytes) -> Tokens:
         request = intake.parse(sent, "m", LIMITS)
-        return await self.at.tokens(self.model, "acme", "", request, 1 << 20)
+        draft = self.at.begin(self.model, "acme", "", request, 1 << 20) if is_small(sent) else None
+        return await self.at.tokens(self.model, "acme", "", request, 1 << 20, len(sent), draft)
 
     async def ms(self, sent: bytes) -> float:
         started = time.perf_counter()

@@ -114,14 +114,15 @@ class NatsServer:
             self._tokens[tenant, label] = state.add_tenant(self.state, tenant, scopes, label=label).token
         return self._tokens[tenant, label]
 
-    async def bus(self, role: str, worker: str = "", instance: str = "") -> Bus:
-        """The project's own connection, as that role."""
+    async def bus(self, role: str, worker: str = "", instance: str = "", *, echo: bool = True) -> Bus:
+        """The project's own connection, as that role; services have theirs without echo."""
         instance = instance or worker or "i1"
         bus = await Bus.connect(
             self.url,
             name=instance,
             inbox_prefix=subjects.service_inbox(role, instance),
             nkey_seed=self.seed(role, worker),
+            echo=echo,
         )
         self._connections.append(bus)
         return bus

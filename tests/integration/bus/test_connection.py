@@ -40,6 +40,20 @@ async def test_a_request_gets_its_reply(server: NatsServer) -> None:
     assert [reply.data for reply in replies] == [str(n).encode() for n in range(50)]
 
 
+async def test_without_echo_a_connection_hears_others_and_not_itself(server: NatsServer) -> None:
+    one, other = await server.bus("router", instance="r1", echo=False), await server.bus("router", instance="r2")
+    heard: list[bytes] = []
+    await one.listen(subjects.DISPATCHED, lambda message: heard.append(message.data))
+    await one.flush()
+
+    await one.publish(subjects.DISPATCHED, b"its own")
+    await one.flush()
+    await other.publish(subjects.DISPATCHED, b"the other's")
+    await eventually(lambda: bool(heard), "the other's message")
+
+    assert heard == [b"the other's"]
+
+
 async def test_a_request_that_nobody_hears_fails_at_once(server: NatsServer) -> None:
     router = await server.bus("router")
 

@@ -15,7 +15,7 @@ from support.nats import NatsServer, eventually
 
 from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
-from prefixbus.bus.messages import DECISION, DISPATCHED, DecisionRecord, Dispatched, Level
+from prefixbus.bus.messages import DECISION, DISPATCHED, VERSION, DecisionRecord, Dispatched, Level
 from prefixbus.bus.runtime import Runtime
 from prefixbus.router import dispatching, service
 from prefixbus.router.attempts import State
@@ -69,7 +69,7 @@ class World:
         model = config.ModelSection(tokenizer="t", model_revision="sha256:w", block_size=BLOCK)
         chosen = config.Config(router=section, policy=config.PolicySection(name=policy), models={MODEL: model})
         rt = Runtime("router", name, self.server.state, chosen, CLOCK)
-        rt.bus = await self.server.bus("router", instance=name)
+        rt.bus = await self.server.bus("router", instance=name, echo=False)
         running = RunningRouter(rt)
         made: list[dispatching.Desk] = []
 
@@ -404,6 +404,23 @@ async def test_routers_share_the_requests_and_know_of_each_others_dispatches(wor
         await world.ended(answer)
         assert answer.code == ""
     await world.books_balance()
+
+
+async def test_a_router_does_not_hear_its_own_announcements(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.bridge("w1")
+    router = await world.router("router-1")
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    heard: list[str] = []
+    monkeypatch.setattr(router.desk, "dispatched", lambda announced: heard.append(announced.router))
+    other = await world.server.bus("router", instance="router-2")
+
+    await world.ended(await world.client.send(CLOCK.wall()))
+    await router.rt.bus.flush()
+    theirs = Dispatched(VERSION, "R9", 1, "router-2", "w1", 1, 1.0, bytes(16), b"", CLOCK.wall() + 9)
+    await other.publish(subjects.DISPATCHED, DISPATCHED.encode(theirs))
+    await eventually(lambda: bool(heard), "the other's is heard")
+
+    assert heard == ["router-2"]
 
 
 async def test_a_router_that_stops_ends_what_it_has_in_hand_first(world: World) -> None:

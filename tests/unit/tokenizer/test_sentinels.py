@@ -52,7 +52,7 @@ def body(system: str, user: str, answer: str, tool: str) -> dict[str, Any]:
 async def ids_of(chat: dict[str, Any]) -> list[int]:
     at = Workshop(Memo(tenant_bytes=1 << 20, total_bytes=1 << 20), b"k" * 32, VirtualClock())
     request = intake.parse(orjson.dumps(chat), "m", LimitsSection())
-    made = await at.tokens(models.load(models.tiny()), "t", "", request, 1 << 20)
+    made = await at.tokens(models.load(models.tiny()), "t", "", request, 1 << 20, 0)
     return array("I", made.ids).tolist()
 
 

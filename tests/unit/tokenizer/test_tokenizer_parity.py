@@ -87,7 +87,7 @@ def workshop() -> Workshop:
 
 
 async def tokens(model: TokenizerModel, body: dict[str, Any], at: Workshop | None = None) -> Tokens:
-    return await (at or workshop()).tokens(model, "acme", "", request_of(body), 1 << 20)
+    return await (at or workshop()).tokens(model, "acme", "", request_of(body), 1 << 20, 0)
 
 
 def reference(directory: Path, body: dict[str, Any]) -> list[int]:

@@ -21,8 +21,10 @@ from prefixbus.bus.connection import OVERSIZED_HEADERS
 from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
 from prefixbus.bus.runtime import Runtime
-from prefixbus.tokenizer import service
+from prefixbus.tokenizer import intake, render, service
 from prefixbus.tokenizer.model import TokenizerModel
+from prefixbus.tokenizer.segments import Segmenter
+from prefixbus.tokenizer.sentinels import Shield
 from prefixbus.tokenizer.service import Tokenizer
 
 SUBJECT = subjects.infer("acme", "tiny/1", "team-a")
@@ -54,16 +56,19 @@ class FakeBus:
         self.sent: list[Sent] = []
         self.callbacks: dict[str, Callable[[Msg], Awaitable[None]]] = {}
         self.connected = True
+        self.stream_answers = asyncio.Event()
+        self.stream_answers.set()
         self._changed = asyncio.Event()
 
-    async def publish(
+    def send(
         self, subject: str, payload: bytes = b"", *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         self.sent.append(Sent(subject, payload, reply, headers or {}))
         self._changed.set()
 
     async def publish_acked(self, subject: str, payload: bytes, *, msg_id: str = "") -> int:
-        await self.publish(subject, payload)
+        await self.stream_answers.wait()
+        self.send(subject, payload)
         return len(self.sent)
 
     async def subscribe(
@@ -143,13 +148,19 @@ class Stage:
 
 @asynccontextmanager
 async def running(
-    tmp_path: Path, tokenizer: TokenizerModel | None = None, limits: LimitsSection | None = None, max_in_work: int = 256
+    tmp_path: Path,
+    tokenizer: TokenizerModel | None = None,
+    limits: LimitsSection | None = None,
+    max_in_work: int = 256,
+    max_model_len: int = 2048,
 ) -> AsyncIterator[Stage]:
     (tmp_path / "creds").mkdir()
     key = tmp_path / "creds" / "namespace.key"
     key.write_text("07" * 32)
     key.chmod(0o600)
-    section = ModelSection(tokenizer=str(models.tiny()), model_revision="sha256:w", block_size=16, max_model_len=2048)
+    section = ModelSection(
+        tokenizer=str(models.tiny()), model_revision="sha256:w", block_size=16, max_model_len=max_model_len
+    )
     config = Config(
         limits=limits or LimitsSection(),
         models={"tiny/1": section, "broken": section},
@@ -228,6 +239,23 @@ async def test_a_forged_reply_gets_no_message_and_is_recorded(tmp_path: Path, re
         assert (fact.kind, fact.tenant, fact.scope, fact.detail) == ("forged_reply", "acme", "team-a", reply)
         assert [one.subject for one in stage.bus.sent] == ["pb.v1.audit.tokenizer.t1"]
         assert stage.metric("requests_total", code="forged_reply") == 1
+
+
+async def test_forgers_do_not_hold_up_others_while_the_record_is_slow(tmp_path: Path) -> None:
+    async with running(tmp_path, max_in_work=1) as stage:
+        stage.bus.stream_answers.clear()
+        for number in range(service.FACTS_WAITING + 3):
+            await stage.send(reply=f"_INBOX.other.r{number}")
+
+        await stage.send()
+        await stage.send({"prompt": LONG_TEXT})
+        await stage.routed(count=2)
+
+        # One is being written while the others wait; what does not fit is counted.
+        assert stage.metric("facts_lost_total") in (2, 3)
+        stage.bus.stream_answers.set()
+        stage.rt.stopping.set()
+        await stage.bus.sent_to("pb.v1.audit.tokenizer.t1", service.FACTS_WAITING)
 
 
 async def test_a_request_without_a_reply_is_only_counted(tmp_path: Path) -> None:
@@ -322,8 +350,8 @@ async def test_what_waits_for_room_is_taken_in_order_and_ended_before_stopping(t
     held = HeldModel(models.load(models.tiny()))
     async with running(tmp_path, held, max_in_work=1) as stage:
         await stage.send({"prompt": LONG_TEXT})
-        second = asyncio.create_task(stage.send({"prompt": [1]}))
-        third = asyncio.create_task(stage.send({"prompt": [1, 2]}))
+        second = asyncio.create_task(stage.send({"prompt": LONG_TEXT + "2"}))
+        third = asyncio.create_task(stage.send({"prompt": LONG_TEXT + "33"}))
         await asyncio.sleep(0)
         assert not stage.bus.sent
 
@@ -332,8 +360,20 @@ async def test_what_waits_for_room_is_taken_in_order_and_ended_before_stopping(t
         stage.rt.stopping.set()
 
         await stage.routed(count=3)
-        routes = [ROUTE.decode(one.payload).prompt_tokens for one in stage.bus.sent]
-        assert routes[1:] == [1, 2]
+        lengths = [ROUTE.decode(one.payload).prompt_tokens for one in stage.bus.sent]
+        assert lengths == sorted(set(lengths))
+
+
+async def test_what_is_small_waits_for_nobody(tmp_path: Path) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    async with running(tmp_path, held, max_in_work=1) as stage:
+        await stage.send({"prompt": LONG_TEXT})
+
+        await stage.send({"prompt": [1, 2]})
+
+        route, _, _ = await stage.routed()
+        assert route.prompt_tokens == 2
+        held.go.set()
 
 
 async def test_a_deadline_that_passes_while_tokenising_is_one_error(tmp_path: Path) -> None:
@@ -349,6 +389,88 @@ async def test_a_deadline_that_passes_while_tokenising_is_one_error(tmp_path: Pa
         ends = [one.headers for one in stage.bus.sent if "Pb-Seq" in one.headers]
         assert [headers["Pb-Error"] for headers in ends] == ["deadline_exceeded"]
         assert {one.subject for one in stage.bus.sent} == {REPLY}
+
+
+TEXT = LONG_TEXT * 24
+HELLO = [{"role": "user", "content": "Hello?"}]
+CALL = {"function": {"name": "f", "arguments": {"text": TEXT}}}
+HEAVY: dict[str, dict[str, Any]] = {
+    "many tiny messages": {"messages": [{"role": "user", "content": "a"}] * 2048},
+    "tool calls": {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+    "tools": {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "description": TEXT}}]},
+    "documents": {"messages": HELLO, "documents": [{"title": "t", "text": TEXT}]},
+    "one message": {"messages": [{"role": "user", "content": TEXT}]},
+    "a text": {"prompt": TEXT},
+    "token ids": {"prompt": [1, 2, 3] * 10_000},
+    "sampling": {"prompt": "hi", "logit_bias": {str(i): 1 for i in range(6000)}},
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+async def test_heavy_work_is_never_done_on_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its size may be in any part of the body, and its length is not the characters of its messages alone."""
+    on_the_loop: list[str] = []
+
+    def watch(owner: Any, function: str) -> None:
+        original = getattr(owner, function)
+
+        def watched(*args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                on_the_loop.append(function)
+            return original(*args)
+
+        monkeypatch.setattr(owner, function, watched)
+
+    for owner, function in (
+        (intake, "parse"),
+        (render, "conversation"),
+        (TokenizerModel, "render"),
+        (Shield, "cover"),
+        (Segmenter, "split"),
+        (intake, "engine_params"),
+        (blockkeys, "chain"),
+    ):
+        watch(owner, function)
+    async with running(tmp_path, max_model_len=1 << 20) as stage:
+        on_the_loop.clear()  # what loading did
+
+        await stage.send(HEAVY[name])
+
+        await stage.routed()
+
+    assert on_the_loop == []
+
+
+async def test_the_loop_turns_while_tools_are_rendered(tmp_path: Path) -> None:
+    """Tools once were not counted: the template rendered megabytes of them in place."""
+
+    class HeldTemplate(HeldModel):
+        def render(self, *args: Any) -> str:
+            assert self.go.wait(10), "the loop stood still"
+            return super().render(*args)
+
+    held = HeldTemplate(models.load(models.tiny()))
+    async with running(tmp_path, held, max_model_len=1 << 20) as stage:
+        await stage.send(HEAVY["tools"])
+
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not stage.bus.sent
+        held.go.set()
+
+        await stage.routed()
+
+
+@pytest.mark.parametrize("name", ["many tiny messages", "tool calls", "tools", "documents", "one message", "a text"])
+async def test_a_hopeless_prompt_is_not_tokenised_whatever_part_is_long(tmp_path: Path, name: str) -> None:
+    class NeverEncodes(HeldModel):
+        def encode(self, texts: Sequence[str]) -> list[bytes]:
+            raise AssertionError("tokenised in vain")
+
+    async with running(tmp_path, NeverEncodes(models.load(models.tiny()))) as stage:
+        await stage.send(HEAVY[name])
+
+        assert (await stage.refused())["Pb-Error"] == "context_too_long"
 
 
 async def test_answers_teach_the_length_of_answers(tmp_path: Path) -> None:
