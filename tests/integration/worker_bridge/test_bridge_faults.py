@@ -248,7 +248,11 @@ async def test_a_killed_bus_breaks_what_had_begun_and_keeps_what_had_not(tmp_pat
 
         here.server.kill()
         here.server.start_again()
-        await eventually(lambda: here.router.connected and here.tenant.connected, "clients are connected again", 10)
+        await eventually(
+            lambda: here.router.connected and here.tenant.connected and bridge.streams.bus.connected,
+            "all are connected again",
+            10,
+        )
         await here.engine.post("/sim/resume")
 
         await eventually(lambda: bool(silent.finals), "what had not begun is answered", 10)
