@@ -259,7 +259,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """How an attempt ended (JSON, `pb.v1.outcome.<worker>.<request id>`).
 
     `status` is ok, error or cancelled; `error` a stable code. `cached_tokens` is the engine's own count, null when it
-    gave none. `prefill_tokens` is what it had to compute. Times are measured at the bridge, from acceptance."""
+    gave none. `prefill_tokens` is what it had to compute. Times are measured at the bridge, from acceptance.
+    `traceparent` is the client's trace (W3C Trace Context), empty if it named none."""
 
     v: int
     request_id: str
@@ -283,6 +284,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ttft_ms: float | None
     total_ms: float
     ended_at: float
+    traceparent: str = ""
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):

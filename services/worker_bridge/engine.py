@@ -34,12 +34,14 @@ _KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"'
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: sampling parameters by vLLM's names."""
+    """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: sampling parameters by vLLM's names.
+    `traceparent`: the client's trace (W3C Trace Context), empty for none."""
 
     engine_request_id: str
     tokens: bytes
     params: dict[str, object]
     salt: str
+    traceparent: str = ""
 
 
 class Progress(msgspec.Struct):
@@ -163,6 +165,8 @@ class VllmHttp:
             "cache_salt": request.salt,
         }
         headers = {"X-Request-Id": request.engine_request_id, "Content-Type": "application/json"}
+        if request.traceparent:
+            headers["traceparent"] = request.traceparent
         response: aiohttp.ClientResponse | None = None
         try:
             try:

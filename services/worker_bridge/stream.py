@@ -327,6 +327,7 @@ class Attempt:
             tokens=job.tokens,
             params=self._started.params,
             salt=namespace.salt(streams.salt_key, self._started.dispatch.ns_id),
+            traceparent=job.traceparent,
         )
         streams.admission.submitted(self.ticket)
         async with streams.engine.generate(request) as progress:
@@ -528,6 +529,7 @@ class Attempt:
             ttft_ms=None if first is None else (first - self._began_at) * 1000,
             total_ms=(streams.clock.now() - self._began_at) * 1000,
             ended_at=streams.clock.wall(),
+            traceparent=self._job.traceparent,
         )
 
 

@@ -56,6 +56,18 @@ async def test_an_answer_is_a_numbered_stream_with_usage_and_an_end(here: World)
     assert [accept.refused for accept in here.accepts[job.request_id, 1]] == ["", "started"]
 
 
+async def test_the_clients_trace_is_in_the_outcome(here: World) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    async with here.serving():
+        traced, untraced = here.job(prompt(1, 20), traceparent=trace), here.job(prompt(2, 20))
+
+        await here.ask(traced)
+        await here.ask(untraced)
+
+        assert (await here.outcome(traced)).traceparent == trace
+        assert (await here.outcome(untraced)).traceparent == ""
+
+
 async def test_a_repeat_hits_what_was_held_and_the_record_says_so(here: World) -> None:
     async with here.serving() as bridge:
         tokens = prompt(1, 5 * BLOCK)
