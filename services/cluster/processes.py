@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 _PR_SET_PDEATHSIG = 1
-_BACKOFF_FIRST_S = 0.5
-_BACKOFF_MAX_S = 10.0
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 10.0
 # A process that ran this long was well: its next crash starts the back-off anew.
-_WELL_AFTER_S = 30.0
+WELL_AFTER_S = 30.0
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -30,6 +30,19 @@ class Spec(msgspec.Struct, frozen=True):
     name: str
     argv: list[str]
     stage: int = 1
+
+
+class Backoff:
+    """How long to wait before a process that ended is started again: twice as long each time, up to a limit."""
+
+    def __init__(self) -> None:
+        self._next_s = BACKOFF_FIRST_S
+
+    def after(self, ran_s: float) -> float:
+        """Seconds to wait, after a life of `ran_s` seconds."""
+        delay = BACKOFF_FIRST_S if ran_s > WELL_AFTER_S else self._next_s
+        self._next_s = min(2 * delay, BACKOFF_MAX_S)
+        return delay
 
 
 class Child:
@@ -83,18 +96,16 @@ class Child:
             )
 
     async def _keep(self) -> None:
-        delay = _BACKOFF_FIRST_S
+        backoff = Backoff()
         while True:
             assert self._process is not None
             started = time.monotonic()
             status = await self._process.wait()
             if self._stopping:
                 return
-            if time.monotonic() - started > _WELL_AFTER_S:
-                delay = _BACKOFF_FIRST_S
+            delay = backoff.after(time.monotonic() - started)
             self._say(f"{self.spec.name} ended ({_describe(status)}); started again in {delay:g} s, see {self._log}")
             await asyncio.sleep(delay)
-            delay = min(2 * delay, _BACKOFF_MAX_S)
             self.restarts += 1
             try:
                 await self._spawn()

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 import msgspec
 from rich.table import Table
 
-from ..bus import messages
+from ..bus import blockkeys, messages
 from ..router.cost import PROFILES, prefill_ms
 
 # Token reuse that the workload allows for easily; less means that routing does not do its work.
 ENOUGH_REUSE = 0.3
+# Of the demo's model.
+BLOCK_SIZE = 32
 COLUMNS = ("class", "requests", "predicted", "cached", "warm p50/p95", "partial p50/p95", "cold p50/p95", "decisions")
 _SHOWN_IDS = 5
 
@@ -100,7 +102,8 @@ def rows(run: Run, classes: Sequence[str]) -> list[tuple[str, ...]]:
         ]
         times: dict[str, list[float]] = defaultdict(list)
         for sample, outcome in recorded:
-            times[temperature(outcome)].append(sample.ttft_ms)
+            kind = blockkeys.warmth(outcome.prompt_tokens, outcome.cached_tokens or 0, BLOCK_SIZE)
+            times[kind].append(sample.ttft_ms)
         chosen = Counter(
             run.decisions[sample.request_id].decision for sample in samples if sample.request_id in run.decisions
         )
@@ -124,15 +127,6 @@ def table(run: Run, classes: Sequence[str]) -> Table:
     for row in rows(run, classes):
         made.add_row(*row)
     return made
-
-
-def temperature(outcome: messages.Outcome, block_size: int = 32) -> str:
-    """DESIGN 11: warm = all full blocks but at most the last, partial = at least one block, cold = none."""
-    cached = (outcome.cached_tokens or 0) // block_size
-    full = outcome.prompt_tokens // block_size
-    if cached == 0:
-        return "cold"
-    return "warm" if cached >= full - 1 else "partial"
 
 
 def net_saved_ms(base: Run, ours: Run, profile: str = "h100-8b") -> float:

@@ -209,22 +209,6 @@ def test_the_table_shows_all_columns_and_the_policys_name() -> None:
     assert "balanced-cold 20" in text
 
 
-@pytest.mark.parametrize(
-    ("case", "prompt", "cached", "expected"),
-    [
-        ("nothing", 1000, 0, "cold"),
-        ("unreported", 1000, None, "cold"),
-        ("less than a block", 1000, 31, "cold"),
-        ("one block of many", 1000, 32, "partial"),
-        ("all but two blocks", 1000, 29 * 32, "partial"),
-        ("all but the last block", 1000, 30 * 32, "warm"),
-        ("all full blocks", 1000, 31 * 32, "warm"),
-    ],
-)
-def test_temperature_is_defined_by_blocks(case: str, prompt: int, cached: int | None, expected: str) -> None:
-    assert verdict.temperature(outcome("r", prompt=prompt, cached=cached)) == expected
-
-
 def test_net_saving_is_prefill_avoided_less_waiting() -> None:
     waited = ours()
     waited.outcomes["prefix-aware-0"] = outcome("prefix-aware-0", cached=500, queue_wait_ms=7.0)
