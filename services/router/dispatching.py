@@ -30,6 +30,7 @@ from ..bus.errors import (
 )
 from ..bus.messages import (
     ABORT,
+    DECISION,
     DISPATCH,
     DISPATCHED,
     HOLDINGS,
@@ -45,6 +46,7 @@ from ..bus.messages import (
     Outcome,
     Route,
 )
+from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, journal, policy
 from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
@@ -52,7 +54,6 @@ from .cancels import Cancels
 from .fleet import Available, Fleet, Lost, Survey
 from .metrics import Metrics
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
-from .recorder import Recorder
 from .shortlist import shortlist
 from .traffic import Traffic
 
@@ -90,7 +91,7 @@ class Desk:
         self.cancels = Cancels()
         self.policy: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.metrics = Metrics(rt.registry)
-        self.recorder = Recorder(rt.bus, self.metrics)
+        self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
         self.journal_key = journal_key
         self.ordinals = itertools.count()
         self.in_hand: dict[str, Request] = {}
@@ -168,6 +169,10 @@ class Desk:
         payload = ABORT.encode(Abort(VERSION, request_id, attempt))
         with contextlib.suppress(BusUnavailable):
             self.bus.send(subjects.control(worker, "abort"), payload, reply=reply)
+
+    def _not_recorded(self, error: PrefixbusError, subject: str) -> None:
+        self.metrics.journal_lost.inc()
+        self.rt.caught(error, "a decision is not recorded", subject=subject)
 
     def idle(self) -> list[str]:
         """What is left when all requests have ended: nothing, or the books do not balance."""
@@ -340,18 +345,19 @@ class Request:
         self._decision = decision = policy.decide(shortlisted.shape, shortlisted.candidates, current, wall)
         effects = attempts.decided(decision.worker, _incarnation(available, decision.worker))
         desk.metrics.decide_us.observe((desk.clock.now() - now) * 1e6)
-        desk.recorder.record(
-            journal.build(
-                route,
-                decision,
-                shortlisted,
-                current,
-                attempt=attempts.attempt,
-                router=desk.rt.instance,
-                excluded=survey.excluded | {worker: "tried" for worker, _ in attempts.avoid},
-                key=desk.journal_key,
-                code_version=__version__,
-            )
+        record = journal.build(
+            route,
+            decision,
+            shortlisted,
+            current,
+            attempt=attempts.attempt,
+            router=desk.rt.instance,
+            excluded=survey.excluded | {worker: "tried" for worker, _ in attempts.avoid},
+            key=desk.journal_key,
+            code_version=__version__,
+        )
+        desk.records.put(
+            subjects.journal(route.request_id), DECISION.encode(record), f"{route.request_id}.{attempts.attempt}"
         )
         return effects
 

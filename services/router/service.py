@@ -44,7 +44,6 @@ async def run(rt: Runtime) -> None:
     wires = Wires(desk)
     rt.bus.on_connection_change.append(wires.connection_changed)
     rt.task_group.start_soon(wires.sweep)
-    rt.task_group.start_soon(desk.recorder.write_all)
     await rt.listen(subjects.ALL_LOAD, LOAD, wires.load)
     await rt.listen(subjects.DISPATCHED, DISPATCHED, wires.dispatched)
     await rt.listen(subjects.ALL_OUTCOME, OUTCOME, wires.outcome)
@@ -58,7 +57,8 @@ async def run(rt: Runtime) -> None:
     await rt.stopping.wait()
     await requests.drain()
     await desk.empty.wait()
-    await desk.recorder.flush(FLUSH_S)
+    with anyio.move_on_after(FLUSH_S):
+        await desk.records.idle()
 
 
 class Wires:

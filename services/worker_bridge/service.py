@@ -17,6 +17,7 @@ from ..bus import blockkeys, identity, messages, namespace, revision, subjects
 from ..bus.config import ModelSection
 from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
 from ..bus.messages import VERSION, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
+from ..bus.outbox import Outbox
 from ..bus.runtime import DRAIN_S, Runtime
 from .admission import Admission, Offer, Verdict
 from .blocks import BlockIndex
@@ -25,7 +26,6 @@ from .heartbeat import Heartbeat
 from .kv_feed import KvFeed
 from .life import Life, WorkerRecord, reply_of
 from .metrics import BridgeMetrics
-from .outbox import Outbox
 from .stream import SERVICE, STARTED, Started, Streams, Told
 from .vetting import Refusal, vet
 from .vllm_events import Endpoints

@@ -41,6 +41,7 @@ from ..bus.errors import (
     WorkerLost,
 )
 from ..bus.messages import ACCEPT, FACT, OUTCOME, VERSION, Accept, Dispatch, Fact, Job, Outcome
+from ..bus.outbox import Outbox
 from .admission import Admission, Phase, Ticket
 from .blocks import BlockIndex
 from .chunks import ChunkWriter, Usage
@@ -48,7 +49,6 @@ from .engine import Engine, Generation, Progress
 from .heartbeat import Heartbeat
 from .hits import Answered, HitCheck
 from .metrics import BridgeMetrics
-from .outbox import Outbox
 from .vetting import Params
 
 # A client that is gone is noticed within this and the server's answer: half of the second that it may cost.

@@ -15,7 +15,7 @@ from prefixbus.router.dispatching import Desk, Request
 from prefixbus.router.fleet import Lost
 
 
-class NoBus:
+class Unused:
     """Requests in these tests are never run."""
 
 
@@ -25,7 +25,8 @@ def desk(tmp_path: Path, **profiles: str) -> Desk:
         for name, profile in profiles.items()
     }
     rt = Runtime("router", "router-1", tmp_path, Config(models=models), VirtualClock())
-    rt.bus = NoBus()  # type: ignore[assignment]  # nothing of a bus is used
+    rt.bus = Unused()  # type: ignore[assignment]  # nothing of it is used
+    rt.task_group = Unused()  # type: ignore[assignment]  # nor of this
     return Desk(rt, journal_key=b"k" * 32)
 
 
