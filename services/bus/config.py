@@ -67,8 +67,14 @@ class LimitsSection(Section, frozen=True):
 class ModelSection(Section, frozen=True):
     """A served model: what its tokens are made with, and the revisions that must agree before KV is shared.
 
-    `tokenizer` is a local Hugging Face tokenizer directory, relative to the config file. Revisions are digests of
-    content; `tokenizer_revision` and `template_version` are checked against the files by the tokenizer when set."""
+    `tokenizer` is a local Hugging Face tokenizer directory, relative to the config file: a tokenizer.json, or a
+    vocabulary (vocab.json with merges.txt, or vocab.txt) and a tokenizer_config.json that names its `tokenizer_class`.
+    SentencePiece files (tokenizer.model) work where the packages that read them are installed; elsewhere save the
+    tokenizer once with transformers' `save_pretrained`, which writes a tokenizer.json. Code from the directory is never
+    run, and nothing is downloaded.
+
+    Revisions are digests of content: `model_revision` of the weights, `position_digest` of what says how positions
+    enter KV. `tokenizer_revision` and `template_version` are checked against the files by the tokenizer when set."""
 
     tokenizer: str
     model_revision: str

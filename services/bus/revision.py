@@ -15,23 +15,32 @@ from .errors import ConfigInvalid
 
 # What normalising would change in a prompt before it is rendered; part of the template's version.
 NORMALISER = "off"
+# What a tokenizer is made from where there is no tokenizer.json; the first of each row tells that there is one.
+_VOCABULARIES = (
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("sentencepiece.bpe.model",),
+)
+_ADDITIONS = ("added_tokens.json", "special_tokens_map.json")
 # What a template can print besides the messages: transformers hands it the tokens by these names.
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Revisions(msgspec.Struct, frozen=True):
-    """ "sha256:" and 64 hex digits each. `tokenizer` covers tokenizer.json; `template` the chat templates, the special
-    tokens they may print, and the normaliser."""
+    """ "sha256:" and 64 hex digits each. `tokenizer` covers tokenizer.json, or the files that stand for it; `template`
+    the chat templates, the special tokens they may print, and the normaliser."""
 
     tokenizer: str
     template: str
 
 
 def of_directory(directory: Path) -> Revisions:
-    """:raises ConfigInvalid: the directory has no readable tokenizer.json."""
+    """:raises ConfigInvalid: the directory has no tokenizer, or cannot be read."""
     try:
-        tokenizer = (directory / "tokenizer.json").read_bytes()
         config = _json(directory / "tokenizer_config.json")
+        tokenizer = _tokenizer(directory, config)
         templates = {
             str(path.relative_to(directory)): path.read_text("utf-8")
             for path in sorted(
@@ -52,6 +61,19 @@ def of_directory(directory: Path) -> Revisions:
         tokenizer=_digest(tokenizer),
         template=_digest(json.dumps(described, sort_keys=True, separators=(",", ":")).encode()),
     )
+
+
+def _tokenizer(directory: Path, config: dict[str, Any]) -> bytes:
+    """What the ids come from: tokenizer.json says it all; a vocabulary alone does with the class that reads it."""
+    described = directory / "tokenizer.json"
+    names = next((row for row in _VOCABULARIES if (directory / row[0]).exists()), None)
+    if names is None or described.exists():
+        return described.read_bytes()
+    files = {name: _digest((directory / name).read_bytes()) for name in names}
+    files |= {name: _digest((directory / name).read_bytes()) for name in _ADDITIONS if (directory / name).exists()}
+    settings = {name: value for name, value in config.items() if name != "chat_template"}
+    model_type = _json(directory / "config.json").get("model_type")
+    return json.dumps([files, settings, model_type], sort_keys=True, separators=(",", ":")).encode()
 
 
 def _json(path: Path) -> dict[str, Any]:

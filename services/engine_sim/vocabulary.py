@@ -4,7 +4,7 @@ A spoken token is a space and letters, whole in the vocabulary and re-encoded to
 back in the next turn of a chat, becomes the same tokens again, as a real model's words nearly always do. A tokenizer
 with too few such tokens falls back to every token whose text alone is valid.
 
-Owns: the tokenizer, the table of spoken texts.   Must not know: HTTP, chat templates, transformers (slow to import)."""
+Owns: the tokenizer, the table of spoken texts.   Must not know: HTTP, chat templates."""
 
 from pathlib import Path
 
@@ -46,12 +46,20 @@ class TokenTexts:
 def load(model_dir: Path, eos_one_in: int = 0) -> TokenTexts:
     """Read a local Hugging Face tokenizer directory.
 
-    :raises FileNotFoundError: `tokenizer.json` is missing."""
+    :raises FileNotFoundError: there is neither `tokenizer.json` nor a vocabulary that transformers can read."""
     path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no tokenizer.json in {model_dir}")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _made_by_transformers(model_dir)
     return TokenTexts(tokenizer, _eos(tokenizer, model_dir / "tokenizer_config.json"), eos_one_in)
+
+
+def _made_by_transformers(model_dir: Path) -> Tokenizer:
+    from transformers import AutoTokenizer  # takes seconds; only a vocabulary without tokenizer.json needs it
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True).backend_tokenizer
+    except (ValueError, OSError, ImportError) as error:
+        raise FileNotFoundError(f"no tokenizer.json in {model_dir}, nor a vocabulary to make one of") from error
+    return tokenizer
 
 
 def _eos(tokenizer: Tokenizer, config_path: Path) -> int | None:

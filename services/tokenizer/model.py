@@ -10,7 +10,7 @@ Source: facts/index.md (the batch call releases the GIL, `encode` does not); vLL
 `apply_chat_template`."""
 
 import json
-import sys
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,9 +94,8 @@ class TokenizerModel:
         """:raises ConfigInvalid: no tokenizer there that `tokenizers` can run."""
         revisions = revision.of_directory(directory)
         try:
-            from transformers import AutoTokenizer  # takes seconds; only who loads a tokenizer pays
-
-            hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            auto = _transformers().AutoTokenizer
+            hf = auto.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
             if not hf.is_fast:
                 raise ConfigInvalid("has no fast tokenizer.", field=str(directory))
             return cls(directory, revisions, hf)
@@ -104,9 +103,10 @@ class TokenizerModel:
             raise
         except Exception as exc:  # a foreign file in foreign code: any exception means that it cannot be used
             raise ConfigInvalid(
-                f"cannot be loaded ({type(exc).__name__}: {exc}).",
+                f"cannot be loaded ({type(exc).__name__}: {' '.join(str(exc).split())[:300]}).",
                 field=str(directory),
-                remedy="Give a local Hugging Face tokenizer directory.",
+                remedy="Give a local Hugging Face directory with a tokenizer.json, or with a vocabulary and the"
+                " tokenizer_class that reads it.",
             ) from exc
 
     @property
@@ -164,13 +164,22 @@ class TokenizerModel:
 
 
 def pack(ids: Sequence[int]) -> bytes:
-    """u32 LE, 4 bytes a token.
+    """u32 LE (as the machine has them), 4 bytes a token.
 
     :raises TypeError: an id is not an int.   :raises OverflowError: it is below 0 or over 32 bits."""
-    packed = array("I", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return array("I", ids).tobytes()
+
+
+def _transformers() -> Any:
+    """transformers, whose import takes seconds: only who loads a tokenizer pays. What it has to say goes to the log of
+    this process, not to stderr in lines of its own."""
+    # While it is imported it logs by itself, that there is no torch.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+
+    transformers.logging.disable_default_handler()
+    transformers.logging.enable_propagation()
+    return transformers
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[bytes, bytes]:

@@ -109,6 +109,23 @@ def tiny() -> Path:
     return write(tokenizer, "tiny", CHATML_WITH_TOOLS)
 
 
+@functools.cache
+def tiny_vocabulary() -> Path:
+    """The tiny BPE as vocab.json and merges.txt, and the class that reads them; no tokenizer.json."""
+    directory = scratch() / "tiny-vocabulary"
+    directory.mkdir()
+    Tokenizer.from_file(str(tiny() / "tokenizer.json")).model.save(str(directory))
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>"],
+        "chat_template": CHATML_WITH_TOOLS,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
 def write(tokenizer: Tokenizer, name: str, template: str) -> Path:
     """A tokenizer directory of that name with this template."""
     directory = scratch() / name

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,15 @@ import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import ClientSession, TCPConnector
+from support import models as tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from prefixbus.bus.clock import VirtualClock
+from prefixbus.bus.config import LimitsSection
 from prefixbus.engine_sim.server import EngineConfig, serve
+from prefixbus.tokenizer import intake
+from prefixbus.tokenizer.memo import Memo
+from prefixbus.tokenizer.work import Workshop
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -189,6 +196,27 @@ async def test_a_completion_answers_in_vllms_shape(start_engine: StartEngine) ->
         "total_tokens": 24,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+@pytest.mark.parametrize("directory", [tokenizers.tiny, tokenizers.tiny_vocabulary], ids=["tokenizer.json", "vocab"])
+async def test_a_second_models_prompts_are_reused_as_far_as_their_blocks_go(
+    start_engine: StartEngine, directory: Callable[[], Path]
+) -> None:
+    """From a client's body to the engine's cache, with another tokenizer than the default one."""
+    engine = await start_engine(model_dir=directory(), max_model_len=512, num_gpu_blocks=257)
+    body = {"messages": [{"role": "user", "content": "The quick brown fox, съешь же ещё, 人工智能."}]}
+    at = Workshop(Memo(tenant_bytes=1 << 20, total_bytes=1 << 20), b"k" * 32, VirtualClock())
+    request = intake.parse(json.dumps(body).encode(), "tiny", LimitsSection())
+    made = await at.tokens(tokenizers.load(directory()), "acme", "", request, 512, 0)
+    ids = array("I", made.ids).tolist()
+
+    cold = await engine.complete(ids, max_tokens=1)
+    warm = await engine.complete(ids, max_tokens=1)
+    _, told = await engine.post("/tokenize", body)
+
+    assert told["tokens"] == ids
+    assert (cached(cold), cached(warm)) == (0, (len(ids) - 1) // 4 * 4)
+    assert warm["choices"][0]["text"]
 
 
 async def test_a_stream_has_a_chunk_for_each_token_then_usage_then_done(start_engine: StartEngine) -> None:

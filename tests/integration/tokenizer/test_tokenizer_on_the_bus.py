@@ -1,6 +1,8 @@
 """The tokenizer under a real server's permissions: what a tenant's plain client sees on the wire."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -148,3 +150,16 @@ async def test_a_forged_reply_is_on_the_record_and_nowhere_else(tmp_path: Path) 
             info = await stream.stream_info(subjects.STREAM_AUDIT)
 
         assert info.state.messages == 1
+
+
+def test_loading_a_model_writes_no_lines_of_its_own() -> None:
+    """transformers says on import that there is no torch: a line that was no JSON in the tokenizer's log."""
+    load = "import sys; from pathlib import Path; from prefixbus.tokenizer.model import TokenizerModel"
+    made = subprocess.run(
+        [sys.executable, "-c", f"{load}; TokenizerModel.load(Path(sys.argv[1]))", str(models.tiny_vocabulary())],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert made.stdout + made.stderr == ""

@@ -86,3 +86,25 @@ def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="cannot be read"):
         revision.of_directory(tmp_path)
+
+
+def test_a_vocabulary_without_a_tokenizer_json_is_covered_with_all_that_reads_it(tmp_path: Path) -> None:
+    def made(name: str, merges: str = "a b", **config: Any) -> revision.Revisions:
+        directory = tokenizer_directory(tmp_path / name, **{"chat_template": "x", "tokenizer_class": "A", **config})
+        (directory / "tokenizer.json").unlink()
+        (directory / "vocab.json").write_text("{}")
+        (directory / "merges.txt").write_text(merges)
+        return revision.of_directory(directory)
+
+    base = made("base")
+
+    assert made("same") == base
+    assert made("template", chat_template="y").tokenizer == base.tokenizer
+    assert len({base.tokenizer, made("merges", "b a").tokenizer, made("class", tokenizer_class="B").tokenizer}) == 3
+
+
+def test_half_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+
+    with pytest.raises(ConfigInvalid, match=r"cannot be read.*merges.txt"):
+        revision.of_directory(tmp_path)

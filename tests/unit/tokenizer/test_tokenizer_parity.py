@@ -1,5 +1,6 @@
 """Ids are those that transformers' own apply_chat_template gives, whatever is cut, memoised or covered on the way."""
 
+import shutil
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer
 from prefixbus.bus import blockkeys
 from prefixbus.bus.clock import VirtualClock
 from prefixbus.bus.config import LimitsSection
-from prefixbus.bus.errors import BadRequest
+from prefixbus.bus.errors import BadRequest, ConfigInvalid
 from prefixbus.tokenizer import gguf, intake, render
 from prefixbus.tokenizer.memo import Memo
 from prefixbus.tokenizer.model import TokenizerModel, pack
@@ -73,7 +74,11 @@ CHATS: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
     },
 }
-DIRECTORIES = {"tiny": models.tiny, "smollm2 with tools": models.smollm2_with_tools}
+DIRECTORIES = {
+    "tiny": models.tiny,
+    "vocab.json": models.tiny_vocabulary,
+    "smollm2 with tools": models.smollm2_with_tools,
+}
 
 
 def request_of(body: dict[str, Any]) -> intake.Request:
@@ -262,6 +267,14 @@ def test_texts_with_a_common_beginning_have_common_pieces() -> None:
 
     assert len(one) >= 4
     assert one[:-1] == other[: len(one) - 1]
+
+
+def test_a_vocabulary_whose_reader_is_not_named_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(models.tiny_vocabulary() / name, tmp_path)
+
+    with pytest.raises(ConfigInvalid, match=r"cannot be loaded.*tokenizer_class"):
+        TokenizerModel.load(tmp_path)
 
 
 def test_a_gguf_gives_the_tokenizer_it_holds(tmp_path: Path) -> None:
