@@ -53,6 +53,7 @@ from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
 from .cancels import Cancels
 from .fleet import Available, Fleet, Lost, Survey
 from .metrics import Metrics
+from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
 from .shortlist import shortlist
 from .traffic import Traffic
@@ -89,6 +90,7 @@ class Desk:
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
         self.traffic = Traffic()
         self.cancels = Cancels()
+        self.patience = Patience()
         self.policy: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.metrics = Metrics(rt.registry)
         self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
@@ -302,6 +304,9 @@ class Request:
         """None when the directory did not answer: the request is decided blind."""
         route, desk = self._route, self._desk
         started_at = desk.clock.now()
+        if not desk.patience.may_ask(started_at):
+            desk.metrics.lookups_skipped.inc()
+            return None
         try:
             reply = await desk.bus.request(
                 subjects.lookup(0),
@@ -310,9 +315,11 @@ class Request:
             )
             holdings = HOLDINGS.decode(reply.data)
         except PrefixbusError as exc:
+            desk.patience.missed(desk.clock.now())
             desk.metrics.lookup_failures.inc()
             desk.rt.log.debug("deciding blind: %s", exc)
             return None
+        desk.patience.answered()
         desk.metrics.lookup_ms.observe((desk.clock.now() - started_at) * 1000)
         return holdings
 

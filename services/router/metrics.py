@@ -27,6 +27,11 @@ class Metrics:
         self.lookup_failures = Counter(
             "prefixbus_router_lookup_failures", "Lookups without an answer: decided blind.", registry=registry
         )
+        self.lookups_skipped = Counter(
+            "prefixbus_router_lookups_skipped",
+            "Requests decided blind without asking: the directory had left the last few without an answer.",
+            registry=registry,
+        )
         self.decide_us = Histogram(
             "prefixbus_router_decide_us", "Time to find, price and rank the candidates.", buckets=_US, registry=registry
         )

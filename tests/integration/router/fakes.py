@@ -186,11 +186,12 @@ class FakeBridge:
 
 
 class FakeDirectory:
-    """Answers every lookup with `levels`."""
+    """Answers every lookup with `levels`, or, while it `hangs`, none."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.levels: list[Level] = []
+        self.hangs = False
         self.asked = 0
 
     async def start(self) -> "FakeDirectory":
@@ -201,6 +202,8 @@ class FakeDirectory:
     async def _hear(self, message: Msg) -> None:
         LOOKUP.decode(message.data)
         self.asked += 1
+        if self.hangs:
+            return
         await self._bus.publish(message.reply, HOLDINGS.encode(Holdings(VERSION, self.levels)))
 
 

@@ -17,7 +17,7 @@ from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
 from prefixbus.bus.messages import DECISION, DISPATCHED, VERSION, DecisionRecord, Dispatched, Level
 from prefixbus.bus.runtime import Runtime
-from prefixbus.router import dispatching, service
+from prefixbus.router import dispatching, patience, service
 from prefixbus.router.attempts import State
 
 from .fakes import BLOCK, MODEL, TENANT, Answer, Client, FakeBridge, FakeDirectory
@@ -165,6 +165,26 @@ async def test_without_a_directory_the_least_loaded_worker_is_chosen_blind(world
     assert (len(idle.dispatches), len(busy.dispatches)) == (1, 0)
     assert idle.dispatches[0].decision == "blind"
     await world.books_balance()
+
+
+async def test_a_directory_that_hangs_costs_only_a_few_requests_their_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "PROBE_S", 3600.0)
+    await world.bridge("w1")
+    world.directory.hangs = True
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    for _ in range(patience.MISSES):
+        await world.ended(await world.client.send(CLOCK.wall()))
+
+    answers = [await world.client.send(CLOCK.wall()) for _ in range(8)]
+    for answer in answers:
+        await world.ended(answer)
+
+    assert [answer.code for answer in answers] == [""] * 8
+    assert world.directory.asked == patience.MISSES
+    assert router.value("prefixbus_router_lookups_skipped_total") == 8
 
 
 async def test_a_refusal_with_the_true_queue_leads_to_another_worker(world: World) -> None:
