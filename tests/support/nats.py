@@ -105,6 +105,12 @@ class NatsServer:
             assert time.monotonic() < deadline, f"the server did not reload: {self.log()[-2000:]}"
             await asyncio.sleep(0.01)
 
+    def varz(self) -> dict[str, Any]:
+        """What the server's monitor says of the server."""
+        found = self._varz()
+        assert found is not None, "the monitor does not answer"
+        return found
+
     def seed(self, role: str, worker: str = "") -> bytes:
         return secretfile.role_seed(self.state, role, worker)
 
