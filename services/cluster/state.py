@@ -31,12 +31,12 @@ import msgspec
 import nkeys
 
 from ..auditor import tenants, xkey
-from ..bus import config, secretfile, subjects
+from ..bus import config, revision, secretfile, subjects
 from ..bus.errors import ConfigInvalid, PrefixbusError
 from ..bus.namespace import derive_key
 from . import natsconf, permissions
 
-PURPOSES = ("namespace", "salt", "memo", "journal")
+PURPOSES = ("namespace", "salt", "journal")
 DEMO_TENANT = "demo"
 DEFAULT_LABEL = "default"
 _DIRECTORIES = ("nats", "creds", "models", "logs", "run")
@@ -71,10 +71,12 @@ class NoSuchCredential(PrefixbusError):
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model for the first config.toml. `tokenizer` is its tokenizer directory, inside the state directory or out.
 
-    Without a `model_revision`, the digest of that directory stands for it (a simulated engine has no weights)."""
+    Without a `model_revision`, the digest of that directory stands for it (a simulated engine has no weights). The
+    revisions of tokenizer and template are those of the files."""
 
     tokenizer: Path
     model_revision: str = ""
+    position_digest: str = ""
     max_model_len: int = 8192
     block_size: int = 32
     profile: str = "h100-8b"
@@ -332,13 +334,18 @@ def config_text(state: Path, models: Mapping[str, Model]) -> str:
         tokenizer = model.tokenizer.absolute()
         if tokenizer.is_relative_to(state.absolute()):
             tokenizer = tokenizer.relative_to(state.absolute())
-        revision = model.model_revision or directory_digest(model.tokenizer)
+        weights = model.model_revision or directory_digest(model.tokenizer)
+        found = revision.of_directory(model.tokenizer)
         parts.append(
             f"\n[models.{_toml(name)}]\n"
             "# Relative to this file.\n"
             f"tokenizer = {_toml(str(tokenizer))}\n"
-            "# A digest of the weights: requests share KV only where it agrees.\n"
-            f"model_revision = {_toml(revision)}\n"
+            "# Digests of content; requests share KV only where all four agree. Of the weights, of what the tokenizer\n"
+            "# and its template are made of (checked when they are loaded), and of how positions enter KV.\n"
+            f"model_revision = {_toml(weights)}\n"
+            f"tokenizer_revision = {_toml(found.tokenizer)}\n"
+            f"template_version = {_toml(found.template)}\n"
+            f"position_digest = {_toml(model.position_digest)}\n"
             f"max_model_len = {model.max_model_len}\n"
             f"block_size = {model.block_size}\n"
             f"profile = {_toml(model.profile)}\n"

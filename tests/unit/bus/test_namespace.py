@@ -98,7 +98,7 @@ def test_derived_keys_are_hkdf_as_rfc_5869_writes_it() -> None:
 
 
 def test_each_purpose_has_a_key_of_its_own() -> None:
-    keys = {ns.derive_key(b"secret" * 6, purpose) for purpose in ("namespace", "salt", "memo", "journal")}
+    keys = {ns.derive_key(b"secret" * 6, purpose) for purpose in ("namespace", "salt", "ticket", "journal")}
 
     assert len(keys) == 4
 

@@ -511,10 +511,12 @@ async def test_answers_teach_the_length_of_answers(tmp_path: Path) -> None:
         assert 40 <= route.output_tokens <= 60
 
 
-def test_files_of_another_revision_are_not_served(tmp_path: Path) -> None:
-    section = ModelSection(tokenizer=str(models.tiny()), model_revision="w", template_version="sha256:other")
+@pytest.mark.parametrize("field", ["tokenizer_revision", "template_version"])
+def test_files_of_another_revision_are_not_served(tmp_path: Path, field: str) -> None:
+    section = ModelSection(tokenizer=str(models.tiny()), model_revision="w")
+    section = msgspec.structs.replace(section, **{field: "sha256:other"})
 
-    with pytest.raises(ConfigInvalid, match=r"models.m.template_version: is sha256:other, but the files are sha256:"):
+    with pytest.raises(ConfigInvalid, match=rf"models.m.{field}: is sha256:other, but the files are sha256:"):
         service.load_model("m", section, tmp_path)
 
 
