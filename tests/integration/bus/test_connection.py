@@ -11,8 +11,11 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from support.nats import NatsServer, eventually
 
 from prefixbus.bus import subjects
+from prefixbus.bus.clock import RealClock
+from prefixbus.bus.config import Config
 from prefixbus.bus.connection import OVERSIZED_HEADERS, Bus, NotAdmitted, WrongSequence
 from prefixbus.bus.errors import BusPermissionDenied, BusUnavailable, TooLarge
+from prefixbus.bus.runtime import Runtime
 
 W1_LOAD = subjects.load("w1")
 
@@ -230,6 +233,49 @@ async def test_messages_of_a_stream_come_once(server: NatsServer) -> None:
     await eventually(lambda: len(heard) == 50, "all are heard")
 
     assert directory.client.stats["in_msgs"] - before < 60, "beside them only heartbeats of the consumer"
+
+
+@pytest.mark.timeout(90)
+async def test_messages_dropped_for_a_slow_callback_are_counted_and_the_next_ones_heard(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    """nats-py keeps 65,536 messages for a callback that is behind; more are dropped, which only its error callback
+    says."""
+    rt = Runtime("directory", "d1", tmp_path, Config(), RealClock())
+    bus = await Bus.connect(
+        server.url,
+        name="d1",
+        inbox_prefix=subjects.service_inbox("directory", "d1"),
+        nkey_seed=server.seed("directory"),
+        on_event=rt.bus_event,
+    )
+    bridge = await server.bus("worker_bridge", "w1")
+    wake = asyncio.Event()
+    heard: list[bytes] = []
+
+    async def sleep_first(message: Msg) -> None:
+        await wake.wait()
+        heard.append(message.data)
+
+    def dropped() -> float:
+        return rt.registry.get_sample_value("prefixbus_bus_events_total", {"kind": "slow_consumer"}) or 0.0
+
+    try:
+        await bus.subscribe(W1_LOAD, sleep_first)
+        await bus.flush()
+        for _ in range(68):
+            for _ in range(1000):
+                bridge.send(W1_LOAD, b"early")
+            await bridge.flush(30)
+        await eventually(lambda: dropped() > 0, "a slow_consumer event", 30)
+        await bus.flush(30)
+        lost = dropped()
+        wake.set()
+        await eventually(lambda: len(heard) == 68_000 - lost, f"all but the {lost:g} dropped are heard", 30)
+        bridge.send(W1_LOAD, b"late")
+        await eventually(lambda: heard[-1] == b"late", "the next one is heard", 30)
+    finally:
+        await bus.close()
 
 
 async def test_a_first_connection_that_cannot_be_made_says_why(server: NatsServer) -> None:
