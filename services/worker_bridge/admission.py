@@ -41,6 +41,18 @@ LIFE = {
     (Phase.STREAMING, Event.END): Phase.ENDED,
 }
 
+
+class Left(enum.Enum):
+    """How far an attempt's answer was when it left; the values are what the router hears."""
+
+    ENDED = "ended"
+    """Its client was told the end, or is gone."""
+    GIVEN_BACK = ""
+    """Nothing of it was published, and nothing will be."""
+    BROKEN = "started"
+    """Some of it was published, and nothing more will be: the router ends it."""
+
+
 # Why a dispatch was refused, besides the codes in bus.errors (cancelled, deadline_exceeded).
 WRONG_INCARNATION = "wrong_incarnation"
 TOO_LATE = "too_late"
@@ -135,6 +147,11 @@ class _Answer(msgspec.Struct, frozen=True):
     refused: str
     held_blocks: int
     at: float
+    left: Left | None = None
+
+
+# What a repeat of an attempt that has left is answered.
+_REFUSED_SINCE = {Left.ENDED: "", Left.GIVEN_BACK: GIVEN_BACK, Left.BROKEN: ALREADY_STREAMING}
 
 
 class Admission:
@@ -219,16 +236,12 @@ class Admission:
         self._streaming += 1
         self._leave_queue(ticket, now)
 
-    def end(self, ticket: Ticket, now: float, *, given_back: bool = False) -> None:
-        """Off the books; `given_back`: nothing of it was published, and nothing will be.
-
-        :raises KeyError: it has ended already."""
+    def end(self, ticket: Ticket, now: float, left: Left = Left.ENDED) -> None:
+        """Off the books. :raises KeyError: it has ended already."""
         before = ticket.phase
         self._move(ticket, Event.END)
         del self._active[ticket.request_id]
-        known = self._answers.get(ticket.request_id)
-        if given_back and known is not None and known.attempt == ticket.attempt:
-            self._note(ticket.request_id, ticket.attempt, GIVEN_BACK, ticket.held_blocks, now)
+        self.amend(ticket, left, now)
         self._prompt_tokens -= ticket.prompt_tokens
         if before is Phase.STREAMING:
             self._streaming -= 1
@@ -257,10 +270,16 @@ class Admission:
             self._note(request_id, attempt, SUPERSEDED, 0, now)
         return None
 
-    def has_ended(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt ran here to its end: its answer was given, or has failed for good."""
+    def amend(self, ticket: Ticket, left: Left, now: float) -> None:
+        """How it left, once more: its end could not be told. A newer attempt's answer stays."""
+        known = self._answers.get(ticket.request_id)
+        if known is None or known.attempt == ticket.attempt:
+            self._note(ticket.request_id, ticket.attempt, _REFUSED_SINCE[left], ticket.held_blocks, now, left)
+
+    def how_left(self, request_id: str, attempt: int) -> Left | None:
+        """None for an attempt that is here, never was, or is forgotten."""
         known = self._answers.get(request_id)
-        return known is not None and known.attempt == attempt and not known.refused and request_id not in self._active
+        return known.left if known is not None and known.attempt == attempt and request_id not in self._active else None
 
     # --- inside ---
 
@@ -293,9 +312,11 @@ class Admission:
             return QUEUE_TOO_LONG
         return ""
 
-    def _note(self, request_id: str, attempt: int, refused: str, held_blocks: int, now: float) -> None:
+    def _note(
+        self, request_id: str, attempt: int, refused: str, held_blocks: int, now: float, left: Left | None = None
+    ) -> None:
         self._answers.pop(request_id, None)
-        self._answers[request_id] = _Answer(attempt, refused, held_blocks, now)
+        self._answers[request_id] = _Answer(attempt, refused, held_blocks, now, left)
         _trim(self._answers, ANSWERS_KEPT)
 
     def _move(self, ticket: Ticket, event: Event) -> None:

@@ -58,7 +58,8 @@ class Follower(Protocol):
 
     def born(self, incarnation: int) -> None: ...
 
-    def died(self) -> None: ...
+    def died(self, *, replaced: bool) -> None:
+        """`replaced`: another bridge has the name, and everyone has given up what this one had in hand."""
 
 
 class Life:
@@ -176,13 +177,13 @@ class Life:
                 self._rt.caught(exc, "the engine is lost")
                 return
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, replaced: bool = False) -> None:
         if not self.incarnation:
             return
         self.incarnation = 0
         self._say_why_not(reason)
         self._feed.begin(0)
-        self._follower.died()
+        self._follower.died(replaced=replaced)
 
     def _say_why_not(self, reason: str) -> None:
         if reason != self.why_not:
@@ -240,7 +241,7 @@ class Life:
             await asyncio.sleep(_RIVAL_EVERY_S)
             other = await self._ping()
             if other is not None and 0 < self.incarnation < other.incarnation:
-                self._end("another bridge has taken the name")
+                self._end("another bridge has taken the name", replaced=True)
                 raise WorkerRefused(f"Another bridge has registered as {self.record.worker} since.")
 
     def is_own_ping(self, payload: bytes) -> bool:

@@ -69,6 +69,7 @@ class BridgeMetrics:
         self._total = histogram("request_seconds", "Acceptance to the end.", "model", "warmth")
         self._queue_wait = histogram("queue_wait_seconds", "Others' prefills before its own.", "decision")
         self._given_back = counter("attempts_given_back", "Accepted, and given back before the first frame.", "error")
+        self._broken = counter("attempts_broken", "Begun, and left to the router to end.", "error")
         # Whoever finds one says it under this name.
         self.wrong_hits = Counter(
             "prefixbus_wrong_hits",
@@ -93,6 +94,9 @@ class BridgeMetrics:
 
     def given_back(self, error: str) -> None:
         self._given_back.labels(error).inc()
+
+    def broken(self, error: str) -> None:
+        self._broken.labels(error).inc()
 
     def ended(self, outcome: Outcome) -> None:
         model = outcome.model

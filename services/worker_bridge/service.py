@@ -19,14 +19,14 @@ from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusErro
 from ..bus.messages import VERSION, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
 from ..bus.outbox import Outbox
 from ..bus.runtime import DRAIN_S, Runtime
-from .admission import Admission, Offer, Verdict
+from .admission import Admission, Left, Offer, Verdict
 from .blocks import BlockIndex
 from .engine import Engine, VllmHttp
 from .heartbeat import Heartbeat
 from .kv_feed import KvFeed
 from .life import Life, WorkerRecord, reply_of
 from .metrics import BridgeMetrics
-from .stream import SERVICE, STARTED, Started, Streams, Told
+from .stream import SERVICE, Started, Streams, Told
 from .vetting import Refusal, vet
 from .vllm_events import Endpoints
 
@@ -154,13 +154,16 @@ class Bridge:
         self._accepted.clear()
         self._heartbeat.restart()
 
-    def died(self) -> None:
+    def died(self, *, replaced: bool) -> None:
         self.admission.incarnation = 0
-        self.streams.stop_all(WorkerLost("The engine was lost."))
+        if replaced:
+            self.streams.give_up_all(WorkerLost("Another bridge has taken the worker's name."))
+        else:
+            self.streams.stop_all(WorkerLost("The engine was lost."))
 
     def _lapsed(self) -> None:
         """Nothing was heard of us for so long that our requests may be others' by now."""
-        self.streams.stop_all(WorkerLost("The worker was out of reach for longer than its lease."))
+        self.streams.give_up_all(WorkerLost("The worker was out of reach for longer than its lease."))
 
     # --- what is said about its load ---
 
@@ -203,7 +206,7 @@ class Bridge:
         await rt.listen_plain(subjects.control(worker, "reset"), self._on_reset)
         await rt.listen(subjects.control(worker, "abort"), messages.ABORT, self._on_abort)
         await rt.listen_plain(subjects.ALL_CANCEL, self._on_cancel)
-        await rt.listen_plain(self.streams.gone_subjects, self._on_client_gone)
+        await rt.listen_plain(self.streams.nobody_subjects, self._on_nobody_there)
 
     def _on_work(self, dispatch: Dispatch, message: Msg) -> None:
         job = messages.JOB.decode(dispatch.job)
@@ -230,7 +233,7 @@ class Bridge:
         if verdict.start is None:
             return
         if not told:
-            self.admission.end(verdict.start, now, given_back=True)
+            self.admission.end(verdict.start, now, Left.GIVEN_BACK)
             return
         if len(self._accepted) < _ACCEPTED_MAX:
             self._accepted.append(dispatch.request_id)
@@ -342,19 +345,21 @@ class Bridge:
     def _on_abort(self, abort: Abort, message: Msg) -> None:
         """Answers how far the attempt was: nothing published (empty), `started`, or `ended` (all was said already)."""
         ticket = self.admission.stop_attempt(abort.request_id, abort.attempt, self._rt.clock.now())
-        stage = "ended" if self.admission.has_ended(abort.request_id, abort.attempt) else ""
-        if ticket is not None and self.streams.stop(ticket, Cancelled("Stopped by the router."), Told.NOBODY):
-            stage = STARTED
-        self._reply(message, stage)
+        if ticket is not None:
+            started = self.streams.stop(ticket, Cancelled("Stopped by the router."), Told.NOBODY)
+            left: Left | None = Left.BROKEN if started else Left.GIVEN_BACK
+        else:
+            left = self.admission.how_left(abort.request_id, abort.attempt)
+        self._reply(message, left.value if left is not None else "")
 
     def _on_cancel(self, message: Msg) -> None:
         tenant, client_request_id = subjects.parse_cancel(message.subject)
         for ticket in self.admission.cancel(tenant, client_request_id, self._rt.clock.now()):
             self.streams.stop(ticket, Cancelled())
 
-    def _on_client_gone(self, message: Msg) -> None:
+    def _on_nobody_there(self, message: Msg) -> None:
         if message.headers and message.headers.get("Status") == "503":
-            self.streams.client_gone(message.subject)
+            self.streams.nobody_there(message.subject)
 
     def _reply(self, message: Msg, error: str = "") -> None:
         # Whoever asks over a bus that is cut asks again.

@@ -8,11 +8,13 @@ How an attempt ends, and who says so:
     failed after it                  the bridge ends the client's stream with the error, and sends the outcome
     the client is gone               the outcome alone
     stopped by the router            nothing
+    the lease lapsed, the bus was    nothing but a word to the router, which has ended it or asked another worker
+    lost, the name was taken         already, or does so now
 
     before the first frame   the fact of a (possible) reuse is acknowledged by the record's stream, and the router is
                              told that the answer starts: from then on it asks nobody else
-    every frame              only under an unbroken lease: else others may be answering already
-    when the bus is lost     a stream that has begun fails; nothing of it is published late
+    every frame, the end     only under an unbroken lease and over an unbroken bus: else others may be answering
+                             already, and what was published last may not have arrived
     silence                  keep-alives; they, and a frame now and then, carry a reply subject of ours, and the server
                              answers there when nobody listens at the client's inbox
 
@@ -20,7 +22,9 @@ Owns: attempts in work.   Must not know: who may run (admission, vetting), how t
 Source: DESIGN 2, 6 (Failover), 7, 9 (Record)."""
 
 import asyncio
+import contextlib
 import enum
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -42,7 +46,7 @@ from ..bus.errors import (
 )
 from ..bus.messages import ACCEPT, FACT, OUTCOME, VERSION, Accept, Dispatch, Fact, Job, Outcome
 from ..bus.outbox import Outbox
-from .admission import Admission, Phase, Ticket
+from .admission import Admission, Left, Phase, Ticket
 from .blocks import BlockIndex
 from .chunks import ChunkWriter, Usage
 from .engine import Engine, Generation, Progress
@@ -64,6 +68,9 @@ _RECONNECT_S = 5.0
 _CLIENTS_BACK_S = 3.0
 # The server's word that nobody listens comes in the time of a round trip.
 _PROBE_ANSWER_S = 0.1
+# After an outage of the bus the router is asked to end what had begun when most clients are there to hear it: ours look
+# for the server every 0.25 s.
+_HAND_OVER_AFTER_S = 1.0
 
 SERVICE = "worker_bridge"
 # `Accept.refused` of the notice that goes to the router just before the first frame.
@@ -76,6 +83,7 @@ class Told(enum.Enum):
     ALL = "client and router"
     ROUTER = "the router: the client is gone"
     NOBODY = "nobody: the router asked for it"
+    GIVEN_UP = "the router, to end it: others may be answering"
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +140,9 @@ class Streams:
         self._attempts: dict[str, Attempt] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._gone_prefix = f"{bus.inbox_prefix}.gone"
+        self._nobody_prefix = f"{bus.inbox_prefix}.nobody"
+        self.words_unheard = 0
+        """Words to routers that nobody was there to hear."""
         # Half, so that a pulse that comes late still keeps within what clients were promised.
         self._silence_s = min(keepalive_s / 2, PROBE_S)
         self.bus_back = asyncio.Event()
@@ -143,12 +153,15 @@ class Streams:
         return f"<Streams {len(self._attempts)} in work>"
 
     @property
-    def gone_subjects(self) -> str:
-        """Where the server says that nobody listens at a client's inbox: to subscribe with `client_gone`."""
-        return f"{self._gone_prefix}.*"
+    def nobody_subjects(self) -> str:
+        """Where the server says that nobody listens: to subscribe with `nobody_there`."""
+        return f"{self._nobody_prefix}.*.*"
 
-    def gone_subject(self, attempt: "Attempt") -> str:
-        return f"{self._gone_prefix}.{attempt.name}"
+    def no_client_subject(self, attempt: "Attempt") -> str:
+        return f"{self._nobody_prefix}.client.{attempt.name}"
+
+    def no_router_subject(self, attempt: "Attempt") -> str:
+        return f"{self._nobody_prefix}.router.{attempt.name}"
 
     def start(self, started: Started) -> None:
         attempt = Attempt(self, started)
@@ -169,24 +182,38 @@ class Streams:
         for attempt in self._attempts.values():
             attempt.stop(error)
 
-    def client_gone(self, subject: str) -> None:
-        """The server found nobody at the inbox that a frame went to."""
-        attempt = self._attempts.get(subject.rpartition(".")[2])
+    def give_up_all(self, error: PrefixbusError) -> None:
+        """Others may be answering these requests."""
+        for attempt in self._attempts.values():
+            attempt.give_up(error)
+
+    def nobody_there(self, subject: str) -> None:
+        """The server found nobody at the inbox that a message of ours went to."""
+        _, whose, name = subject.rsplit(".", 2)
+        attempt = self._attempts.get(name)
         if attempt is None:
+            return
+        if whose == "router":
+            self.words_unheard += 1
+            attempt.router_missed = True
             return
         attempt.listener_missed = True
         if not self.clients_may_be_away():
             self.metrics.clients_gone.inc()
             attempt.stop(Cancelled("The client no longer listens."), Told.ROUTER)
 
+    def back_for_s(self) -> float:
+        """How long the bus has been there since it was lost; for ever if it never was."""
+        return math.inf if self._back_at is None else self.clock.now() - self._back_at
+
     def clients_may_be_away(self) -> bool:
         """Whether the bus was lost so lately that clients may not be back."""
-        return self._back_at is not None and self.clock.now() - self._back_at < _CLIENTS_BACK_S
+        return self.back_for_s() < _CLIENTS_BACK_S
 
-    def left(self, attempt: "Attempt", *, given_back: bool) -> None:
+    def left(self, attempt: "Attempt", how: Left) -> None:
         """The attempt is over: off the books."""
         if attempt.ticket.phase is not Phase.ENDED:
-            self.admission.end(attempt.ticket, self.clock.now(), given_back=given_back)
+            self.admission.end(attempt.ticket, self.clock.now(), how)
         self.heartbeat.changed()
 
     def concluded(self, attempt: "Attempt") -> None:
@@ -217,8 +244,7 @@ class Streams:
             self._back_at = self.clock.now()
         else:
             self.bus_back.clear()
-            for attempt in self._attempts.values():
-                attempt.bus_lost()
+            self.give_up_all(BusUnavailable("The bus was lost."))
 
 
 class WrongHit(PrefixbusError):
@@ -256,6 +282,7 @@ class Attempt:
         self._recorded = asyncio.Event()
         self.has_started = False
         self.listener_missed = False
+        self.router_missed = False
 
     def __repr__(self) -> str:
         return f"<Attempt {self.name} {self.ticket.phase.value}, {self._seq} chunks>"
@@ -270,10 +297,11 @@ class Attempt:
             self._told = told
             self._scope.cancel()
 
-    def bus_lost(self) -> None:
-        """What was published last may not have arrived: a stream that has begun cannot go on."""
-        if self.has_started:
-            self.stop(BusUnavailable("The bus was lost while the answer was streamed."))
+    def give_up(self, error: PrefixbusError) -> None:
+        """`stop`, and nothing more is published but a word to the router, even if only the end was missing."""
+        self.stop(error)
+        if self._told is not Told.NOBODY:
+            self._told = Told.GIVEN_UP
 
     async def run(self) -> None:
         error: PrefixbusError | None = None
@@ -286,12 +314,14 @@ class Attempt:
                     error = self._stopped or DeadlineExceeded()
             except PrefixbusError as exc:
                 error = self._stopped or exc
+                if isinstance(exc, BusUnavailable):
+                    self.give_up(exc)
             except Exception as exc:
                 self._streams.caught(exc, f"attempt {self.name}")
                 error = PrefixbusError()
             finally:
                 self._over = True
-                self._streams.left(self, given_back=self._is_given_back(error))
+                self._streams.left(self, self._how_left(error))
             if isinstance(error, WorkerLost):
                 self._streams.engine_doubted()
             await self._conclude(error)
@@ -312,7 +342,7 @@ class Attempt:
                 job.reply,
                 body,
                 headers=frames.keepalive_headers(self._label),
-                reply=self._streams.gone_subject(self),
+                reply=self._streams.no_client_subject(self),
             )
         except BusUnavailable:
             return
@@ -358,13 +388,13 @@ class Attempt:
         await self._recorded.wait()
         await self._until_client_is_back()
         self._check_lease()
+        self._tell_router(STARTED)
         self.has_started = True
-        await self._tell_router(STARTED)
 
     async def _until_client_is_back(self) -> None:
         """After an outage of the bus the first and the last frame wait for someone to hear them, within bounds."""
         streams = self._streams
-        while streams.clients_may_be_away():
+        while streams.clients_may_be_away() and not self._is_given_up():
             self.listener_missed = False
             await self._probe(streams.clock.now())
             await asyncio.sleep(_PROBE_ANSWER_S)
@@ -373,9 +403,14 @@ class Attempt:
 
     def _check_lease(self) -> None:
         if self._streams.heartbeat.lapsed():
-            raise WorkerLost("The worker was out of reach for longer than its lease.")
+            error = WorkerLost("The worker was out of reach for longer than its lease.")
+            self.give_up(error)
+            raise error
 
-    async def _tell_router(self, word: str) -> None:
+    def _is_given_up(self) -> bool:
+        return self._told is Told.GIVEN_UP or self._streams.heartbeat.lapsed()
+
+    def _tell_router(self, word: str, reply: str = "") -> None:
         """:raises BusUnavailable: not told."""
         streams, ticket = self._streams, self.ticket
         accept = Accept(
@@ -389,7 +424,7 @@ class Attempt:
             ticket.held_blocks,
         )
         if self._started.reply:
-            streams.bus.send(self._started.reply, ACCEPT.encode(accept))
+            streams.bus.send(self._started.reply, ACCEPT.encode(accept), reply=reply)
 
     async def _send(self, body: bytes) -> None:
         streams = self._streams
@@ -397,7 +432,7 @@ class Attempt:
         now = streams.clock.now()
         reply = ""
         if not self._seq or now - self._probed_at >= PROBE_S:
-            reply = streams.gone_subject(self)
+            reply = streams.no_client_subject(self)
             self._probed_at = now
         headers = frames.chunk_headers(self._label, seq=self._seq, attempt=self.ticket.attempt)
         try:
@@ -443,6 +478,11 @@ class Attempt:
 
     # --- its end ---
 
+    def _how_left(self, error: PrefixbusError | None) -> Left:
+        if self._told is Told.NOBODY or self._is_given_up():
+            return Left.BROKEN if self.has_started else Left.GIVEN_BACK
+        return Left.GIVEN_BACK if self._is_given_back(error) else Left.ENDED
+
     def _is_given_back(self, error: PrefixbusError | None) -> bool:
         """Nothing of it was published, and another worker may do better."""
         if error is None or self.has_started or self._told is Told.ROUTER:
@@ -450,23 +490,26 @@ class Attempt:
         return error.retryable or isinstance(error, EngineFailed)
 
     async def _conclude(self, error: PrefixbusError | None) -> None:
-        await self._until_connected()
-        if self._told is Told.NOBODY:
-            return
         try:
-            if error is not None and self._is_given_back(error):
-                # What kept us from the bus says nothing about the request.
-                await self._tell_router(WorkerLost.code if isinstance(error, BusUnavailable) else error.code)
-                self._streams.metrics.given_back(error.code)
-                return
-            if self._told is Told.ALL:
+            await self._until_connected()
+            if self._told is Told.ALL and not self._is_given_back(error):
                 await self._until_client_is_back()
-                await self._end_stream(error)
+            if self._told is Told.NOBODY:
+                return
+            if not self._is_given_up():
+                if error is not None and self._is_given_back(error):
+                    self._tell_router(error.code)
+                    self._streams.metrics.given_back(error.code)
+                    return
+                if self._told is Told.ALL:
+                    self._end_stream(error)
+                self._report(error)
+                return
         except BusUnavailable:
             self._streams.metrics.frames_dropped.inc()
-        self._report(error)
+        await self._hand_over(error)
 
-    async def _end_stream(self, error: PrefixbusError | None) -> None:
+    def _end_stream(self, error: PrefixbusError | None) -> None:
         attempt = self.ticket.attempt
         if error is None:
             headers = frames.final_headers(self._label, seq=self._seq, attempt=attempt)
@@ -474,12 +517,41 @@ class Attempt:
             headers = frames.error_headers(error, self._label, seq=self._seq, attempt=attempt)
         self._streams.bus.send(self._job.reply, b"", headers=headers)
 
+    async def _hand_over(self, error: PrefixbusError | None) -> None:
+        """The router ends what has begun, and asks somebody else for what has not, if it has not done so already.
+
+        It is told until it listens: when the bus was lost, it may be back later than we are."""
+        streams = self._streams
+        # What kept us from the bus says nothing about the request.
+        code = WorkerLost.code if error is None or isinstance(error, BusUnavailable) else error.code
+        (streams.metrics.broken if self.has_started else streams.metrics.given_back)(code)
+        streams.admission.amend(self.ticket, self._how_left(error), streams.clock.now())
+        with anyio.move_on_after(self._patience_s()):
+            while True:
+                await self._until_connected()
+                if self.has_started:
+                    await asyncio.sleep(_HAND_OVER_AFTER_S - streams.back_for_s())
+                self.router_missed = False
+                with contextlib.suppress(BusUnavailable):
+                    if self.has_started:
+                        # This notice may have been lost with the bus; without it the router would ask somebody else.
+                        self._tell_router(STARTED, streams.no_router_subject(self))
+                    self._tell_router(code, streams.no_router_subject(self))
+                    if not streams.clients_may_be_away():
+                        return
+                await asyncio.sleep(_PROBE_ANSWER_S)
+                if streams.bus.connected and not self.router_missed:
+                    return
+
+    def _patience_s(self) -> float:
+        """Nobody waits for this request any longer."""
+        return self._job.deadline_at - self._streams.clock.wall() + _RECONNECT_S
+
     async def _until_connected(self) -> None:
         """Until the bus is there, or nobody waits for this request any more."""
         streams = self._streams
         if not streams.bus.connected:
-            patience_s = self._job.deadline_at - streams.clock.wall() + _RECONNECT_S
-            with anyio.move_on_after(patience_s):
+            with anyio.move_on_after(self._patience_s()):
                 await streams.bus_back.wait()
 
     def _report(self, error: PrefixbusError | None) -> None:

@@ -29,7 +29,7 @@ from prefixbus.bus.connection import Bus, Subscription
 from prefixbus.bus.messages import VERSION, Abort, Accept, ControlReply, Dispatch, Job, KvDump, KvEvents, Load, Outcome
 from prefixbus.bus.runtime import Runtime
 from prefixbus.cluster import provision
-from prefixbus.worker_bridge.engine import Engine, VllmHttp
+from prefixbus.worker_bridge.engine import Engine, Generation, VllmHttp
 from prefixbus.worker_bridge.service import Bridge, BridgeOptions
 
 MODEL = "org/tiny"
@@ -166,6 +166,7 @@ class World:
         self.router: Bus
         self.operator: Bus
         self.tenant: Bus
+        self.accepting: Subscription
         self.stopping: anyio.Event
         """Of the last bridge: what SIGTERM sets."""
         self.registry: CollectorRegistry
@@ -200,15 +201,18 @@ class World:
         async def kv(message: Msg) -> None:
             self.kv.append(messages.KV.decode(message.data))
 
+        await self.router.subscribe(subjects.ALL_LOAD, load)
+        await self.router.subscribe(subjects.ALL_OUTCOME, outcome)
+        await self.hear_accepts()
+        await directory.follow(subjects.STREAM_KV_EVENTS, subjects.kv(0, "*"), kv, start="all")
+        await self.router.flush()
+
+    async def hear_accepts(self) -> None:
         async def accept(message: Msg) -> None:
             heard = messages.ACCEPT.decode(message.data)
             self.accepts.setdefault((heard.request_id, heard.attempt), []).append(heard)
 
-        await self.router.subscribe(subjects.ALL_LOAD, load)
-        await self.router.subscribe(subjects.ALL_OUTCOME, outcome)
-        await self.router.subscribe(f"{self.router.inbox_prefix}.d.*.*", accept)
-        await directory.follow(subjects.STREAM_KV_EVENTS, subjects.kv(0, "*"), kv, start="all")
-        await self.router.flush()
+        self.accepting = await self.router.subscribe(f"{self.router.inbox_prefix}.d.*.*", accept)
 
     @contextlib.asynccontextmanager
     async def bridge(self, engine: Engine | None = None, **options: Any) -> AsyncIterator[Bridge]:
@@ -322,6 +326,15 @@ class World:
         assert accept.refused == ""
         await eventually(lambda: bool(answer.finals), f"the end of {job.request_id}", DEADLINE_S)
         return answer
+
+    async def compute(self, bridge: Bridge, job: Job) -> None:
+        """By the engine, past the bridge's admission."""
+        ns_id = namespace.ns_id(self.namespace_key, job.namespace)
+        salt = namespace.salt(secretfile.purpose_key(self.server.state, "salt"), ns_id)
+        asked = Generation("direct", job.tokens, {"max_tokens": 1}, salt)
+        async with bridge.streams.engine.generate(asked) as progress:
+            async for _ in progress:
+                pass
 
     async def outcome(self, job: Job, attempt: int = 1) -> Outcome:
         def there() -> bool:

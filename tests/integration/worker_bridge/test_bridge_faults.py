@@ -26,8 +26,13 @@ async def begun(at: World, seed: int = 1) -> tuple[messages.Job, Answer]:
     return job, answer
 
 
+def words(at: World, job: messages.Job, attempt: int = 1) -> list[str]:
+    """What the router heard of an attempt."""
+    return [accept.refused for accept in at.accepts[job.request_id, attempt]]
+
+
 def last_word(at: World, job: messages.Job, attempt: int = 1) -> str:
-    return at.accepts[job.request_id, attempt][-1].refused
+    return words(at, job, attempt)[-1]
 
 
 # -- the engine
@@ -237,36 +242,51 @@ refused_connections = pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:
 
 
 @refused_connections
-async def test_a_killed_bus_breaks_what_had_begun_and_keeps_what_had_not(tmp_path: Path) -> None:
+async def test_a_killed_bus_leaves_all_in_hand_to_the_router(tmp_path: Path) -> None:
+    """Nobody knows what arrived of what had begun, and what had not may be at another worker by now."""
     async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
         streaming, answer = await begun(here)
         await here.engine.post("/sim/pause")
         waiting = here.job(prompt(2, 20))
         silent = await here.listen(waiting)
         await here.send(here.dispatch(waiting))
-        chunks = len(answer.chunks)
+        heard = len(answer.messages)
 
         here.server.kill()
+        await eventually(lambda: not bridge.streams.bus.connected, "the bridge notices")
         here.server.start_again()
-        await eventually(
-            lambda: here.router.connected and here.tenant.connected and bridge.streams.bus.connected,
-            "all are connected again",
-            10,
-        )
         await here.engine.post("/sim/resume")
 
-        await eventually(lambda: bool(silent.finals), "what had not begun is answered", 10)
-        assert silent.text and "Pb-Error" not in silent.finals[0]
-        await eventually(lambda: bool(answer.finals), "what had begun is ended", 10)
-        assert answer.finals[0]["Pb-Error"] == "bus_unavailable"
-        assert len(answer.chunks) == chunks
-        assert (await here.outcome(streaming)).error == "bus_unavailable"
-        await here.outcome(waiting)
+        await eventually(lambda: last_word(here, waiting) == "worker_lost", "what had not begun is given back", 10)
+        await eventually(lambda: last_word(here, streaming) == "worker_lost", "what had begun, too", 10)
+        assert words(here, streaming)[-2:] == ["started", "worker_lost"]
+        assert words(here, waiting) == ["", "worker_lost"]
+        await eventually(lambda: here.tenant.connected, "the client is connected again", 10)
+        assert (await here.abort(streaming)).error == "started"
+        assert (await here.abort(waiting)).error == ""
+        await here.ask(here.job(prompt(3, 20)))
         await here.until_idle(bridge)
-        outcomes = await here.stored(subjects.STREAM_JOURNAL, subjects.outcome(WORKER, "*"))
-        assert sorted(outcome["request_id"] for outcome in outcomes) == sorted(
-            [streaming.request_id, waiting.request_id]
-        )
+        assert len(answer.messages) == heard and not silent.messages
+        assert not {streaming.request_id, waiting.request_id} & {outcome.request_id for outcome in here.outcomes}
+
+
+@refused_connections
+async def test_a_router_that_comes_back_later_than_the_bridge_hears_of_it(tmp_path: Path) -> None:
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
+        await here.engine.post("/sim/pause")
+        waiting = here.job(prompt(2, 20))
+        await here.listen(waiting)
+        await here.send(here.dispatch(waiting))
+        await here.accepting.unsubscribe()
+
+        here.server.kill()
+        await eventually(lambda: not bridge.streams.bus.connected, "the bridge notices")
+        here.server.start_again()
+        await eventually(lambda: bridge.streams.words_unheard > 0, "it is told that nobody listens", 10)
+        await here.hear_accepts()
+
+        await eventually(lambda: last_word(here, waiting) == "worker_lost", "given back", 10)
+        await here.engine.post("/sim/resume")
 
 
 @refused_connections
@@ -274,15 +294,11 @@ async def test_block_changes_during_an_outage_leave_a_gap_that_a_dump_mends(tmp_
     async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
         await here.ask(here.job(prompt(1, 3 * BLOCK)))
         await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
-        await here.engine.post("/sim/pause")
-        waiting = here.job(prompt(2, 2 * BLOCK))
-        await here.listen(waiting)
-        await here.send(here.dispatch(waiting))
         before = here.loads[-1].event_seq
 
         here.server.kill()
         await eventually(lambda: not bridge.streams.bus.connected, "the bridge notices")
-        await here.engine.post("/sim/resume")
+        await here.compute(bridge, here.job(prompt(2, 2 * BLOCK)))
         await eventually(lambda: bridge.index.held_keys == 5, "the engine is heard without the bus")
         here.server.start_again()
         await eventually(lambda: here.router.connected and here.operator.connected, "connected again", 10)
@@ -311,28 +327,68 @@ async def test_a_record_that_cannot_be_written_gives_the_request_back(tmp_path: 
         await here.until_idle(bridge)
 
 
-async def test_a_lapsed_lease_stops_what_others_may_be_answering(tmp_path: Path) -> None:
-    """As after a pause of the bridge: it learns by its own clock that it was silent for too long."""
+async def test_a_lapsed_lease_leaves_all_in_hand_to_the_router(tmp_path: Path) -> None:
+    """As after a pause of the bridge: it learns by its own clock that it was silent for too long. The router has ended
+    what had begun, and given the rest to others: a word more would be one too many."""
     async with world(tmp_path, engine={"profile": "h100-8b"}) as here:
         clock = JumpingClock(here.clock)
         here.clock = clock
         async with here.serving() as bridge:
-            _, answer = await begun(here)
+            streaming, answer = await begun(here)
             await here.engine.post("/sim/pause")
             waiting = here.job(prompt(2, 20))
             silent = await here.listen(waiting)
             await here.send(here.dispatch(waiting))
-            chunks = len(answer.chunks)
+            await here.tenant.flush()
 
             clock.jump(10.0)
-
             await eventually(lambda: last_word(here, waiting) == "worker_lost", "given back")
-            await eventually(lambda: bool(answer.finals), "the end")
-            assert answer.finals[0]["Pb-Error"] == "worker_lost"
-            assert len(answer.chunks) <= chunks + 1
+            await eventually(lambda: last_word(here, streaming) == "worker_lost", "left to the router")
+            await here.tenant.flush()
+            heard = len(answer.messages)
+
+            assert words(here, streaming) == ["", "started", "started", "worker_lost"]
+            assert (await here.abort(streaming)).error == "started"
             await here.engine.post("/sim/resume")
+            await here.ask(here.job(prompt(3, 20)))
             await here.until_idle(bridge)
+            assert len(answer.messages) == heard and not answer.finals
             assert not silent.chunks and not silent.finals
+            assert not {streaming.request_id, waiting.request_id} & {outcome.request_id for outcome in here.outcomes}
+
+
+async def test_an_answer_whose_lease_lapsed_before_its_last_frame_is_not_ended(tmp_path: Path) -> None:
+    """The bridge was stopped between the engine's last token and the end."""
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here:
+        clock = JumpingClock(here.clock)
+        here.clock = clock
+        engine = Tiring(here.engine.url, MODEL, clock)
+        async with here.serving(engine=engine):
+            engine.tires = True
+            job = here.job(prompt(1, 20))
+            answer = await here.listen(job)
+
+            await here.send(here.dispatch(job))
+
+            await eventually(lambda: last_word(here, job) == "worker_lost", "left to the router")
+            await here.tenant.flush()
+            assert not answer.finals and not here.outcomes
+
+
+class Tiring(VllmHttp):
+    """An engine after whose last word a long time has passed."""
+
+    def __init__(self, url: str, model: str, clock: "JumpingClock") -> None:
+        super().__init__(url, model)
+        self.tires = False
+        self._clock = clock
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: Generation) -> AsyncIterator[AsyncIterator[Progress]]:
+        async with super().generate(request) as progress:
+            yield progress
+            if self.tires:
+                self._clock.jump(10.0)
 
 
 class JumpingClock:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixbus.worker_bridge import admission
-from prefixbus.worker_bridge.admission import LIFE, Admission, Event, Offer, Phase, Ticket
+from prefixbus.worker_bridge.admission import LIFE, Admission, Event, Left, Offer, Phase, Ticket
 
 WALL = 1_700_000_000.0
 
@@ -236,14 +236,32 @@ def test_an_attempt_stopped_before_it_came_is_refused() -> None:
 
 def test_how_far_an_attempt_was_is_known_afterwards() -> None:
     made = table()
-    ticket, other = let_in(made, offer("r1")), let_in(made, offer("r2"))
-    made.end(ticket, 1.0)
-    made.end(other, 1.0, given_back=True)
+    tickets = {left: let_in(made, offer(left.name)) for left in Left}
+    for left, ticket in tickets.items():
+        made.end(ticket, 1.0, left)
 
-    assert made.has_ended("r1", 1)
-    assert not made.has_ended("r1", 2)
-    assert not made.has_ended("r2", 1)
-    assert not made.has_ended("unknown", 1)
+    for left in Left:
+        assert made.how_left(left.name, 1) is left
+        assert made.how_left(left.name, 2) is None
+    assert made.how_left("unknown", 1) is None
+
+
+def test_what_is_left_to_the_router_is_not_taken_again() -> None:
+    """A repeat must not look like one that nothing was published of, nor like one that runs."""
+    made = table()
+    made.end(let_in(made, offer()), 1.0, Left.BROKEN)
+
+    assert made.offer(offer(), 1.1, WALL).refused == admission.ALREADY_STREAMING
+
+
+def test_an_answer_may_break_after_it_left() -> None:
+    made = table()
+    ticket = let_in(made, offer())
+    made.end(ticket, 1.0)
+
+    made.amend(ticket, Left.BROKEN, 2.0)
+
+    assert made.how_left("r1", 1) is Left.BROKEN
 
 
 @pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)))
@@ -299,8 +317,8 @@ class LoadNeverDrifts(RuleBasedStateMachine):
             self.here[request] = verdict.start
 
     @precondition(lambda self: self.here)
-    @rule(data=st.data(), given_back=st.booleans())
-    def request_moves_on(self, data: st.DataObject, given_back: bool) -> None:
+    @rule(data=st.data(), left=st.sampled_from(Left))
+    def request_moves_on(self, data: st.DataObject, left: Left) -> None:
         ticket = self.here[data.draw(st.sampled_from(sorted(self.here)))]
         event = data.draw(st.sampled_from([event for event in Event if (ticket.phase, event) in LIFE]))
         match event:
@@ -309,7 +327,7 @@ class LoadNeverDrifts(RuleBasedStateMachine):
             case Event.FIRST_TOKEN:
                 self.table.first_token(ticket, self.now)
             case Event.END:
-                self.table.end(ticket, self.now, given_back=given_back)
+                self.table.end(ticket, self.now, left)
                 del self.here[ticket.request_id]
 
     @rule(request=st.sampled_from("abcdefg"), attempt=st.integers(1, 4))
