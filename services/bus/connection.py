@@ -36,9 +36,16 @@ Callback = Callable[[Msg], Awaitable[None]]
 Listener = Callable[[Msg], None]
 Start = Literal["new", "all", "last"]
 
-OVERSIZED_HEADERS = "Pb-Oversized"
+# Marks put in place of a header block that is not parsed; no block on the wire can hold such names.
+OVERSIZED_HEADERS = "oversized\r\n"
+MALFORMED_HEADERS = "malformed\r\n"
 _RECONNECT_WAIT_S = 0.25
 _IDLE_HEARTBEAT_S = 0.5
+# The server is asked for a sign of life this often; after `_STALLED_AFTER` intervals without any it counts as gone, and
+# after `_STALE_AFTER` the connection is given up. The first is shorter than any lease.
+_PING_S = 0.25
+_STALLED_AFTER = 3
+_STALE_AFTER = 12
 # Below the inbox: nats-py puts its own consumers' inboxes directly there, and would hand each of their messages twice.
 _REPLIES = "r"
 _DELIVER: dict[str, DeliverPolicy] = {
@@ -84,27 +91,37 @@ class _Client(Client):
     what is sent without waiting. Uses and overrides private members; nats-py is pinned exactly."""
 
     max_header_bytes = 16 * 1024
+    # The server has not answered for a while: what is sent now would arrive late, if at all.
+    stalled = False
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
         super().__init__()
         self._on_failure = on_failure
         self._at_once: dict[int, Listener] = {}
+        # Set by whatever the server sends; cleared by who watches for silence.
+        self.heard = True
 
     def hand_over_at_once(self, sid: int, listener: "Listener") -> None:
         """Messages of this subscription skip nats-py's queue and task: `listener` is called by the read loop."""
         self._at_once[sid] = listener
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        self.heard = True
         listener = self._at_once.get(sid)
-        if listener is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
-            return
-        parsed = await self._process_headers(headers) if headers else None
         try:
+            if listener is None:
+                await super()._process_msg(sid, subject, reply, data, headers)
+                return
+            parsed = await self._process_headers(headers) if headers else None
             listener(self._build_message(sid, subject, reply, data, parsed))
         except Exception as exc:
-            # The read loop serves every subscription: one listener's error must not end it.
+            # The read loop serves every subscription: one message or listener must not end it. nats-py would leave the
+            # connection open and deaf.
             self._on_failure(exc)
+
+    async def _process_pong(self) -> None:
+        self.heard = True
+        await super()._process_pong()
 
     def send(self, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> None:
         """`Client.publish` without its awaits, none of which can block: the flusher writes at the next turn of the
@@ -112,7 +129,7 @@ class _Client(Client):
         _validate_subject(subject)
         if reply:
             _validate_subject(reply)
-        if not self.is_connected:
+        if not self.is_connected or self.stalled:
             raise nats.errors.OutboundBufferLimitError
         if len(payload) > self._max_payload:
             raise nats.errors.MaxPayloadError
@@ -129,7 +146,10 @@ class _Client(Client):
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         if headers and len(headers) > self.max_header_bytes:
             return {OVERSIZED_HEADERS: str(len(headers))}
-        parsed: dict[str, str] | None = await super()._process_headers(headers)
+        try:
+            parsed: dict[str, str] | None = await super()._process_headers(headers)
+        except (UnicodeDecodeError, IndexError, ValueError) as exc:
+            return {MALFORMED_HEADERS: str(exc)}
         return parsed
 
     def discard_unsent(self) -> None:
@@ -208,6 +228,7 @@ class Bus:
         self._denied: deque[str] = deque(maxlen=16)
         self._closing = False
         self._reviving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.on_connection_change: list[Callable[[bool], None]] = []
         self.on_new_client: list[Callable[[Client], Awaitable[None]]] = []
 
@@ -228,7 +249,7 @@ class Bus:
         on_event: Callable[[str, str], None] = lambda kind, detail: None,
     ) -> "Bus":
         """A connected bus. Without `echo` its own messages do not come back to it. `on_event(kind, detail)` hears:
-        denied, slow_consumer, disconnected, reconnected, recreated, error.
+        denied, slow_consumer, stalled, disconnected, reconnected, recreated, error.
 
         :raises NotAdmitted: the server does not take these credentials; said at once, without another try.
         :raises BusUnavailable: no server within the time."""
@@ -239,7 +260,8 @@ class Bus:
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": _RECONNECT_WAIT_S,
             "connect_timeout": connect_timeout_s,
-            "ping_interval": 5,
+            "ping_interval": _PING_S,
+            "max_outstanding_pings": _STALE_AFTER,
             "pending_size": 0,
             "no_echo": not echo,
         }
@@ -252,11 +274,13 @@ class Bus:
             options["tls"] = tls
         bus = cls(options, inbox_prefix, max_header_bytes, on_event)
         await bus._open_client()
+        bus._watching = asyncio.create_task(bus._watch_for_silence())
         return bus
 
     @property
     def connected(self) -> bool:
-        return self._nc.is_connected
+        """Whether the server is there and answers."""
+        return self._nc.is_connected and not self._nc.stalled
 
     @property
     def inbox_prefix(self) -> str:
@@ -436,8 +460,9 @@ class Bus:
 
     async def close(self) -> None:
         self._closing = True
-        if self._reviving is not None:
-            self._reviving.cancel()
+        for task in (self._reviving, self._watching):
+            if task is not None:
+                task.cancel()
         with contextlib.suppress(nats.errors.Error, ConnectionError, TimeoutError):
             await self._nc.flush(timeout=1)
         await self._nc.close()
@@ -475,6 +500,7 @@ class Bus:
 
         async def disconnected() -> None:
             client.discard_unsent()
+            client.stalled = False
             if not self._closing:
                 self._on_event("disconnected", "")
                 self._tell(False)
@@ -522,6 +548,26 @@ class Bus:
         client.hand_over_at_once(replies._id, self._reply)
         for hook in self.on_new_client:
             await hook(client)
+
+    async def _watch_for_silence(self) -> None:
+        """A server that is stopped keeps its sockets open, and takes what is written into them until they are full.
+
+        Counted in our own turns, so that a pause of our own is not taken for one of the server's."""
+        silent = 0
+        while True:
+            await asyncio.sleep(_PING_S)
+            client = self._nc
+            silent = 0 if client.heard or not client.is_connected else silent + 1
+            client.heard = False
+            if silent >= _STALLED_AFTER and not client.stalled:
+                client.stalled = True
+                self._on_event("stalled", "the server does not answer")
+                self._tell(False)
+            elif silent == 0 and client.stalled:
+                client.stalled = False
+                if client.is_connected:
+                    self._on_event("reconnected", "the server answers again")
+                    self._tell(True)
 
     async def _revive(self) -> None:
         """Makes a new client, with all subscriptions, after nats-py has given up on the old one.

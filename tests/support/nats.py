@@ -86,6 +86,15 @@ class NatsServer:
         self._process.kill()
         self._process.wait(timeout=_DEADLINE_S)
 
+    def pause(self) -> None:
+        """SIGSTOP: sockets stay open, nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def start_again(self) -> None:
         """On the same ports and the same store."""
         port, monitor_port = (int(url.rsplit(":", 1)[1]) for url in (self.url, self.monitor_url))

@@ -13,7 +13,7 @@ from support.nats import NatsServer, eventually
 from prefixbus.bus import subjects
 from prefixbus.bus.clock import RealClock
 from prefixbus.bus.config import Config
-from prefixbus.bus.connection import OVERSIZED_HEADERS, Bus, NotAdmitted, WrongSequence
+from prefixbus.bus.connection import MALFORMED_HEADERS, OVERSIZED_HEADERS, Bus, NotAdmitted, WrongSequence
 from prefixbus.bus.errors import BusPermissionDenied, BusUnavailable, TooLarge
 from prefixbus.bus.runtime import Runtime
 
@@ -109,6 +109,77 @@ async def test_a_header_block_over_the_limit_is_not_parsed(server: NatsServer) -
 
     assert list((await heard.get()).headers or {}) == [OVERSIZED_HEADERS]
     assert (await heard.get()).headers == {"X-Small": "x"}
+
+
+MALFORMED = [
+    b"NATS/1.0 \xff\xff\xff\r\n\r\n",
+    b"NATS/1.0",
+    b"NATS/1.0 50",
+    b"NATS/1.0 503 \xff\xff\r\n\r\n",
+    b"NATS/1.0\r\n\xff\xfe: \xff\r\n\r\n",
+    b"NATS/1.0\r\nnocolon\r\n\r\n",
+    b"NATS/1.0\r\n: \r\n\r\n",
+    b"X",
+    b"NATS/1.0 100 Idle Heartbeat\r\nNats-Consumer-Stalled: $JS.API.STREAM.PURGE.JOURNAL\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("block", MALFORMED, ids=range(len(MALFORMED)))
+@pytest.mark.parametrize("way", ["subscribe", "listen"])
+async def test_a_malformed_header_block_deafens_nobody(server: NatsServer, block: bytes, way: str) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    if way == "subscribe":
+        await bridge.subscribe(subjects.work("w1"), hear)
+    else:
+        await bridge.listen(subjects.work("w1"), lambda message: heard.append(message.data))
+
+    # As a client that is not ours would: nats-py does not write such blocks.
+    subject = subjects.work("w1")
+    router.client._pending.append(f"HPUB {subject} {len(block)} {len(block) + 3}\r\n".encode() + block + b"bad\r\n")
+    await router.publish(subject, b"good")
+
+    await eventually(lambda: b"good" in heard, f"the next message is heard: {heard}")
+
+
+async def test_no_header_on_the_wire_passes_for_a_mark(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: asyncio.Queue[Msg] = asyncio.Queue()
+    await bridge.subscribe(subjects.work("w1"), heard.put)
+
+    await router.publish(subjects.work("w1"), b"", headers={OVERSIZED_HEADERS.strip(): "1", MALFORMED_HEADERS: "1"})
+
+    headers = (await heard.get()).headers or {}
+    assert OVERSIZED_HEADERS not in headers
+    assert MALFORMED_HEADERS not in headers
+
+
+async def test_a_server_that_stops_answering_counts_as_gone_before_any_lease(server: NatsServer) -> None:
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    changes: list[bool] = []
+    heard: list[bytes] = []
+    bridge.on_connection_change.append(changes.append)
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await router.subscribe(subjects.ALL_LOAD, hear)
+    server.pause()
+    try:
+        await eventually(lambda: changes == [False], "the bridge notices")
+        with pytest.raises(BusUnavailable):
+            await bridge.publish(W1_LOAD, b"late")
+    finally:
+        server.resume()
+
+    await eventually(lambda: changes[-1] and bridge.connected and router.connected, f"all is well again: {changes}", 10)
+    await router.flush()
+    await bridge.publish(W1_LOAD, b"now")
+    await eventually(lambda: heard == [b"now"], f"only the new one is heard: {heard}")
 
 
 async def test_an_acknowledged_publish_is_stored_once_under_its_id(server: NatsServer) -> None:
