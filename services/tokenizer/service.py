@@ -22,8 +22,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..bus import blockkeys, frames, identity, ids, namespace, subjects
 from ..bus.config import ModelSection
-from ..bus.connection import OVERSIZED_HEADERS
+from ..bus.connection import MALFORMED_HEADERS, OVERSIZED_HEADERS
 from ..bus.errors import (
+    BadRequest,
     BadSubject,
     BusUnavailable,
     ConfigInvalid,
@@ -236,6 +237,10 @@ class Tokenizer:
         in_hand.model = subject.model
         if OVERSIZED_HEADERS in headers:
             raise intake.headers_too_large(headers[OVERSIZED_HEADERS], limits)
+        if MALFORMED_HEADERS in headers:
+            raise BadRequest(
+                "the header block cannot be read.", field="headers", remedy="Send UTF-8 lines of NAME: VALUE."
+            )
         envelope = intake.envelope(headers, limits, rt.clock.wall())
         loaded = self._model(subject.model)
         begun = _Begun(subject, envelope, loaded)
