@@ -2,40 +2,50 @@
 """`prefixbus ...`: the one place where people meet the deployment."""
 
 import asyncio
-import contextlib
+import functools
 import importlib
 import os
+import shlex
+import shutil
 import signal
-import ssl
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from .bus.errors import PrefixbusError, Unavailable
+
+if TYPE_CHECKING:
+    from .bus.connection import Bus
+    from .cluster.control import PolicyInForce
+    from .cluster.deployment import Deployment
+    from .cluster.state import NewTenant
 
 # Heavy modules are imported by the commands that need them: every service process starts through this file.
 
 EPILOG = """
 Examples:
 
-  prefixbus up --workers 3                     a cluster in the foreground; prints how to send it a request
+  prefixbus up --workers 3              a cluster in the foreground
 
-  prefixbus send "What is a KV cache?"         stream an answer to the terminal (token in PREFIXBUS_TOKEN)
+  prefixbus send "What is a KV cache?"  stream an answer; wants PREFIXBUS_TOKEN
 
-  prefixbus run router                         one more copy of a service, beside a running cluster
+  prefixbus run router                  one more copy beside a running cluster
 
-  prefixbus policy round-robin                 switch the routing policy without a restart
+  prefixbus policy round-robin          another policy, without a restart
 
-  prefixbus demo                               what routing by prefix gains over round-robin, in half a minute
+  prefixbus tenant acme --scope hr      a token for one scope of a tenant
+
+  prefixbus demo                        what routing by prefix gains
 """
 
+HELP = "Routes LLM requests over NATS to the worker that already holds the KV cache of their prefix."
 app = typer.Typer(
     name="prefixbus",
-    help="Routes LLM requests over NATS to the worker that already holds the KV cache of their prefix.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -44,6 +54,7 @@ app = typer.Typer(
 )
 State = Annotated[Path, typer.Option("--state", help="The state directory.", envvar="PREFIXBUS_STATE")]
 DEFAULT_STATE = Path(".prefixbus")
+DEFAULT_MODEL = "smollm2"
 SERVICES = {
     "tokenizer": ".tokenizer.service",
     "directory": ".directory.service",
@@ -53,10 +64,16 @@ SERVICES = {
     "worker_bridge": ".worker_bridge.service",
 }
 TOKEN_VARIABLE = "PREFIXBUS_TOKEN"
+INTERRUPTED = 130
+WAITING = "waiting until every process is ready"
+# What a new worker's bridge waits for the server to take over its key.
+ADMISSION_S = 10.0
+
+T = TypeVar("T")
 
 
 def main() -> int:
-    """The exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage."""
+    """The exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage, 130 interrupted."""
     # Whatever is written (logs, run files, the server's store) is for its owner alone.
     os.umask(0o077)
     try:
@@ -65,8 +82,25 @@ def main() -> int:
         _say(f"prefixbus: {exc.sentence()}")
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
+
+
+def _print_version(wanted: bool) -> None:
+    from . import __version__
+
+    if wanted:
+        typer.echo(f"prefixbus {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=HELP)
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """What precedes a command."""
 
 
 @app.command()
@@ -74,13 +108,18 @@ def init(state: State = DEFAULT_STATE) -> None:
     """Make keys, the deployment secret, a config and a demo tenant. Changes nothing that exists."""
     from .cluster import deployment
 
-    _introduce(deployment.prepare(state, []))
+    report = deployment.prepare(state, [])
+    _say(f"{report.sentence()} in {state}" if report.created else report.sentence())
+    if report.demo is not None:
+        _introduce(report.demo, state, f"nats://127.0.0.1:{deployment.DEFAULT_PORT}", when="after `prefixbus up`")
 
 
 @app.command()
 def provision(state: State = DEFAULT_STATE, nats: Annotated[str, typer.Option(help="URL of the server.")] = "") -> None:
     """Create streams and buckets with the deploy key (services only check them)."""
     from .cluster import deployment, provision
+
+    deployment.require(state)
 
     async def work() -> None:
         bus = await deployment.connect(state, "deploy", nats or deployment.read_cluster(state).nats_url)
@@ -97,9 +136,12 @@ def up(
     state: State = DEFAULT_STATE,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Engines, each with its bridge.")] = 3,
     engine: Annotated[str, typer.Option(help="What stands behind the bridges; only 'sim' so far.")] = "sim",
-    model: Annotated[str, typer.Option(help="The model that the engines serve, from config.toml.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="The model that the engines serve, from config.toml.")] = DEFAULT_MODEL,
     scale: Annotated[str, typer.Option(help="Copies: tokenizer=2,router=2,directory=2,auditor=2.")] = "",
-    port: Annotated[int, typer.Option(help="Port of the NATS server; a free one is taken when it is not.")] = 4222,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of NATS, 0 for any; by default 4222, or any if that is taken."),
+    ] = None,
 ) -> None:
     """Run a whole cluster on this machine, in the foreground, until Ctrl-C."""
     from .cluster import deployment
@@ -107,41 +149,57 @@ def up(
 
     if engine != "sim":
         raise typer.BadParameter(f"{engine!r} is not served yet; use sim.", param_hint="--engine")
-    if not deployment.port_is_free(port):
-        _say(f"port {port} is taken; a free one is used")
-        port = 0
-    options = deployment.Options(
-        workers=workers, model=model, scale=_parse_scale(scale, deployment.SCALABLE), nats_port=port
-    )
+    copies = _parse_scale(scale, deployment.SCALABLE)
+    deployment.check_model(state, model)
+    with state_module.lock(state):
+        options = deployment.Options(workers=workers, model=model, scale=copies, nats_port=deployment.choose_port(port))
+        running = deployment.Deployment(state, options, _say)
+        _say(f"starting {running.plan()}")
+        if port is None and options.nats_port != deployment.DEFAULT_PORT:
+            _say(f"port {deployment.DEFAULT_PORT} is taken: NATS takes {options.nats_port}")
+        report = deployment.prepare(state, running.workers)
+        if report.created:
+            _say(f"{report.sentence()} in {state}")
+        asyncio.run(_serve(running, report.demo, state, model))
+
+
+async def _serve(running: "Deployment", new: "NewTenant | None", state: Path, model: str) -> None:
+    """Runs a cluster until it is told to stop. :raises typer.Exit: it was told before it was up."""
+    stop = _stop_event()
+    _say(WAITING)
+    was_up = False
 
     async def work() -> None:
-        stop = _stop_event()
-        running = deployment.Deployment(state, options, _say)
-        with state_module.lock(state):
-            _introduce(deployment.prepare(state, running.workers))
-            starting = asyncio.create_task(running.__aenter__())
-            await asyncio.wait([starting, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                starting.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await starting
-                return
-            await starting
-            try:
-                _say(f"up: {running.nats_url}, {workers} workers, {len(running.pids())} processes. Ctrl-C stops them.")
-                await stop.wait()
-                _say("stopping")
-            finally:
-                await running.__aexit__()
+        nonlocal was_up
+        async with running:
+            was_up = True
+            policy_now = await _policy_in_force(state, running.nats_url)
+            processes = len(running.pids())
+            _say(f"up: {running.nats_url}, {len(running.workers)} workers, {processes} processes")
+            _say(f"policy: {policy_now.sentence()}")
+            if new is not None:
+                _introduce(new, state, running.nats_url, model=model, when="in a second terminal")
+            else:
+                replace = f"{_program()} tenant demo --replace{_state_option(state)}"
+                _say(f"tokens were shown when they were made; a new one for tenant demo: {replace}")
+            _say("Ctrl-C stops everything.")
+            await stop.wait()
 
-    asyncio.run(work())
+    try:
+        await _unless(stop, work())
+    except _Stopped:
+        # Told to end while it was up, it did all that it was asked to do.
+        if not was_up:
+            raise typer.Exit(INTERRUPTED) from None
 
 
 @app.command()
 def down(state: State = DEFAULT_STATE) -> None:
     """Stop the cluster that runs on this state directory."""
+    from .cluster import deployment
     from .cluster import state as state_module
 
+    deployment.require(state)
     pid = state_module.lock_holder(state)
     if pid is None:
         _say("nothing is running")
@@ -158,7 +216,7 @@ def down(state: State = DEFAULT_STATE) -> None:
 
 @app.command()
 def status(state: State = DEFAULT_STATE) -> None:
-    """Show the processes and workers of the running cluster."""
+    """Show the processes, the policy and the workers of the running cluster."""
     from .cluster import status as status_module
 
     asyncio.run(status_module.show(state))
@@ -170,16 +228,18 @@ def run(
     state: State = DEFAULT_STATE,
     nats: Annotated[str, typer.Option(help="URL of the server; default: the running cluster's, or the config's.")] = "",
     worker: Annotated[str, typer.Option(help="worker_bridge: the worker's name.")] = "",
-    model: Annotated[str, typer.Option(help="worker_bridge: the model it serves.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="worker_bridge: the model it serves.")] = DEFAULT_MODEL,
     engine_url: Annotated[str, typer.Option(help="worker_bridge: the engine's HTTP address.")] = "",
     kv_events: Annotated[str, typer.Option(help="worker_bridge: the engine's KV event endpoint.")] = "",
     kv_replay: Annotated[str, typer.Option(help="worker_bridge: the engine's replay endpoint.")] = "",
 ) -> None:
     """Run one more copy of a service beside a running cluster, in the foreground."""
     from .bus import runtime
+    from .cluster import deployment
 
     if service not in SERVICES:
         raise typer.BadParameter(f"{service!r} is not one of {', '.join(SERVICES)}.", param_hint="SERVICE")
+    deployment.require(state)
     environ = dict(os.environ)
     if not nats:
         nats = _join_cluster(state, service, worker)
@@ -192,43 +252,65 @@ def run(
         options = module.BridgeOptions(
             worker=worker, model=model, engine_url=engine_url, kv_events=kv_events, kv_replay=kv_replay
         )
-        raise typer.Exit(
-            runtime.main(service, lambda rt: module.run(rt, options), state=state, worker=worker, environ=environ)
-        )
-    raise typer.Exit(runtime.main(service, module.run, state=state, environ=environ))
+        start: runtime.Run = functools.partial(module.run, options=options)
+    else:
+        start = module.run
+
+    async def joined(rt: runtime.Runtime) -> None:
+        if sys.stderr.isatty():
+            _say(f"{rt.service} {rt.instance} has joined {rt.config.nats.url}; its log follows, Ctrl-C ends it")
+        await start(rt)
+
+    raise typer.Exit(runtime.main(service, joined, state=state, worker=worker, environ=environ))
 
 
 @app.command()
 def send(
     text: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
     state: State = DEFAULT_STATE,
-    model: Annotated[str, typer.Option(help="The model to ask.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="The model to ask.")] = DEFAULT_MODEL,
     tenant: Annotated[str, typer.Option(help="Who asks.")] = "demo",
     scope: Annotated[str, typer.Option(help="The permission scope; empty is tenant-wide.")] = "",
     label: Annotated[str, typer.Option(help="Which of the tenant's credentials the token is.")] = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
     token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the tenant's token; else ${TOKEN_VARIABLE}.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help=f"File with the tenant's token; else ${TOKEN_VARIABLE}."
+        ),
     ] = None,
     nats: Annotated[str, typer.Option(help="URL of the server; default: the running cluster's.")] = "",
-    ca: Annotated[Path | None, typer.Option(help="PEM file of the CA to trust; default: the config's.")] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="PEM file of the CA to trust; default: the config's."
+        ),
+    ] = None,
 ) -> None:
     """Ask a question through the public subject and stream the answer to the terminal."""
+    from .bus import config, tls
     from .client import Client
-    from .cluster import deployment
+    from .cluster import deployment, guidance
 
-    token = token_file.read_text().strip() if token_file else os.environ.get(TOKEN_VARIABLE, "")
+    token = token_file.read_text("utf-8", "replace") if token_file else os.environ.get(TOKEN_VARIABLE, "")
+    token = token.strip()
     if not token:
         raise typer.BadParameter(f"set {TOKEN_VARIABLE} or give --token-file.", param_hint="token")
     question = sys.stdin.read() if text == "-" else text
-    url = nats or deployment.read_cluster(state).nats_url
+    is_simulated = False
+    if not nats:
+        cluster = deployment.read_cluster(state)
+        # Only simulated engines are started by `up` so far.
+        nats, is_simulated = cluster.nats_url, bool(cluster.engines)
     if ca is not None:
-        tls = ssl.create_default_context(cafile=str(ca))
+        context = tls.client_context(config.TlsSection(ca=str(ca.absolute())), state)
     else:
-        tls = deployment.tls_of(state) if (state / "config.toml").exists() else None
+        context = deployment.tls_of(state) if (state / "config.toml").exists() else None
 
     async def work() -> None:
-        async with await Client.connect(url, tenant=tenant, token=token, scope=scope, label=label, tls=tls) as client:
+        async with await Client.connect(
+            nats, tenant=tenant, token=token, scope=scope, label=label, tls=context
+        ) as client:
             body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
             usage: dict[str, object] = {}
             async for frame in client.stream(model, body):
@@ -236,30 +318,31 @@ def send(
                     typer.echo(choice["delta"].get("content") or "", nl=False)
                 usage = frame.chunk.get("usage") or usage
             typer.echo("")
-            _say(f"usage: {usage}")
+            _say(f"{guidance.usage_sentence(usage)}{' ' + guidance.RANDOM_WORDS if is_simulated else ''}".strip())
 
     asyncio.run(work())
 
 
 @app.command()
 def policy(
-    name: Annotated[str, typer.Argument(help="round-robin or prefix-aware.")], state: State = DEFAULT_STATE
+    name: Annotated[str, typer.Argument(help="round-robin or prefix-aware; without it, shows what is in force.")] = "",
+    state: State = DEFAULT_STATE,
 ) -> None:
-    """Switch the routing policy of the running cluster, without a restart."""
+    """Show the routing policy of the running cluster, or switch it without a restart."""
     from .cluster import control, deployment
     from .router.policy import SCHEMES
 
-    if name not in SCHEMES:
+    if name and name not in SCHEMES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(SCHEMES)}.", param_hint="NAME")
+    url = deployment.read_cluster(state).nats_url
 
-    async def work() -> None:
-        operator = await deployment.connect(state, "operator", deployment.read_cluster(state).nats_url)
-        try:
-            _say(f"{name} is policy revision {await control.set_policy(operator, name)}")
-        finally:
-            await operator.close()
+    async def switch(operator: "Bus") -> str:
+        return f"{name} is policy revision {await control.set_policy(operator, name)}"
 
-    asyncio.run(work())
+    if name:
+        _say(asyncio.run(_as_operator(state, url, switch)))
+    else:
+        typer.echo(asyncio.run(_policy_in_force(state, url)).sentence())
 
 
 @app.command()
@@ -267,70 +350,127 @@ def tenant(
     name: Annotated[str, typer.Argument(help="The tenant's name.")],
     scope: Annotated[list[str] | None, typer.Option(help="A scope it may name; repeat for more. None: all.")] = None,
     label: Annotated[str, typer.Option(help="Names this credential among the tenant's.")] = "default",
+    replace: Annotated[bool, typer.Option("--replace", help="A new token for this label; the old one ends.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the credential of this label away.")] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Make a credential for a tenant and print its token, once."""
+    """Make a credential for a tenant and print its token, once; or replace or remove one."""
+    from .cluster import deployment
     from .cluster import state as state_module
 
-    _introduce_tenant(state_module.add_tenant(state, name, scope, label=label))
+    if replace and remove:
+        raise typer.BadParameter("--replace and --remove exclude each other.", param_hint="--remove")
+    deployment.require(state)
+    if remove:
+        state_module.remove_tenant(state, name, label=label)
+        _say(f"tenant {name} ({label}): its token connects no more; open connections end within some minutes")
+        return
+    make = state_module.replace_token if replace else state_module.add_tenant
+    _introduce(make(state, name, scope, label=label), state, _nats_url(state))
 
 
 @app.command()
 def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engines.")] = 3) -> None:
     """Start a cluster, send it a real workload under two policies, and show the difference."""
-    from rich.console import Console
-
     from .cluster import demo as demo_module
     from .cluster import deployment
     from .cluster import state as state_module
+    from .cluster.status import terminal
 
-    async def work() -> bool:
+    async def work(running: deployment.Deployment, directory: Path, token: str) -> bool:
+        async with running:
+            return await _as_operator(
+                directory,
+                running.nats_url,
+                lambda operator: demo_module.run(running, operator, directory, token, terminal()),
+            )
+
+    async def unless_stopped(running: deployment.Deployment, directory: Path, token: str) -> bool:
         stop = _stop_event()
-        with tempfile.TemporaryDirectory(prefix="prefixbus-demo-") as folder:
-            directory = Path(folder) / "state"
-            options = deployment.Options(workers=workers, kv_tokens=demo_module.KV_TOKENS)
+        _say(WAITING)
+        return await _unless(stop, work(running, directory, token))
+
+    with tempfile.TemporaryDirectory(prefix="prefixbus-demo-") as folder:
+        directory = Path(folder) / "state"
+        options = deployment.Options(workers=workers, kv_tokens=demo_module.KV_TOKENS)
+        with state_module.lock(directory):
             running = deployment.Deployment(directory, options, _say)
+            _say(f"starting {running.plan()}")
             report = deployment.prepare(directory, running.workers)
             assert report.demo is not None
-            with state_module.lock(directory):
-                async with running:
-                    operator = await deployment.connect(directory, "operator", running.nats_url)
-                    token = report.demo.token
-                    playing = asyncio.create_task(
-                        demo_module.run(running, operator, directory, token, Console(width=150))
-                    )
-                    stopped = asyncio.create_task(stop.wait())
-                    await asyncio.wait([playing, stopped], return_when=asyncio.FIRST_COMPLETED)
-                    if not playing.done():
-                        playing.cancel()
-                        return False
-                    ok = await playing
-                    await operator.close()
-                    return ok
-
-    raise typer.Exit(0 if asyncio.run(work()) else 1)
+            try:
+                ok = asyncio.run(unless_stopped(running, directory, report.demo.token))
+            except _Stopped:
+                raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(0 if ok else 1)
 
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _introduce(report: "object") -> None:
-    """Says what `init` made; a new tenant's token is shown here and never again."""
-    from .cluster.state import InitReport
+def _introduce(new: "NewTenant", state: Path, url: str, *, model: str = DEFAULT_MODEL, when: str = "") -> None:
+    """Shows a new token, now and never again, and what to type with it."""
+    from .cluster import deployment, guidance
 
-    assert isinstance(report, InitReport)
-    _say(report.sentence())
-    if report.demo is not None:
-        _introduce_tenant(report.demo)
-
-
-def _introduce_tenant(new: "object") -> None:
-    from .cluster.state import NewTenant
-
-    assert isinstance(new, NewTenant)
-    _say(f"tenant {new.tenant} ({new.label}): this token is shown once and stored hashed.")
+    elsewhere = None if state == DEFAULT_STATE else state.absolute()
+    ca = _ca_of(state)
+    _say(f"tenant {new.tenant} ({new.label}): this token is shown once and stored hashed{'; ' + when if when else ''}:")
+    _say("")
     typer.echo(f"export {TOKEN_VARIABLE}={new.token}")
+    if url != f"nats://127.0.0.1:{deployment.DEFAULT_PORT}":
+        typer.echo(f"export NATS_URL={url}")
+    _say(guidance.send_command(new, _program(), elsewhere, model))
+    _say("")
+    _say("or, with nothing of ours, by natscli 0.4 or newer:")
+    _say("")
+    _say(guidance.nats_command(new, url, model, ca))
+    _say("")
+    _say(guidance.RANDOM_WORDS)
+
+
+def _program() -> str:
+    """How this program is called from a shell here."""
+    return "prefixbus" if shutil.which("prefixbus") or Path(sys.argv[0]).name != "prefixbus" else sys.argv[0]
+
+
+def _state_option(state: Path) -> str:
+    return "" if state == DEFAULT_STATE else f" --state {shlex.quote(str(state.absolute()))}"
+
+
+def _ca_of(state: Path) -> str:
+    """The CA file that the deployment's own clients trust; "" when there is none."""
+    from .bus import config
+
+    ca = config.load(state / "config.toml", os.environ).tls.ca
+    return str((state / ca).absolute()) if ca else ""
+
+
+def _nats_url(state: Path) -> str:
+    """Of what runs; of what would, when nothing does."""
+    from .cluster import deployment
+
+    try:
+        return deployment.read_cluster(state).nats_url
+    except Unavailable:
+        return f"nats://127.0.0.1:{deployment.DEFAULT_PORT}"
+
+
+async def _as_operator(state: Path, url: str, work: "Callable[[Bus], Awaitable[T]]") -> T:
+    from .cluster import deployment
+
+    operator = await deployment.connect(state, "operator", url)
+    try:
+        return await work(operator)
+    finally:
+        await operator.close()
+
+
+async def _policy_in_force(state: Path, url: str) -> "PolicyInForce":
+    from .cluster import control
+    from .cluster.status import configured_policy
+
+    return await _as_operator(state, url, lambda operator: control.policy_in_force(operator, configured_policy(state)))
 
 
 def _parse_scale(text: str, known: tuple[str, ...]) -> dict[str, int]:
@@ -357,7 +497,55 @@ def _join_cluster(state: Path, service: str, worker: str) -> str:
         port = int(cluster.nats_url.rsplit(":", 1)[1])
         state_module.write_nats_config(state, port=port, monitor_port=cluster.monitor_port)
         os.kill(cluster.nats_pid, signal.SIGHUP)
+        asyncio.run(_until_admitted(state, worker, cluster.nats_url))
     return cluster.nats_url
+
+
+async def _until_admitted(state: Path, worker: str, url: str) -> None:
+    """Returns when the server, told to read its config again, has. :raises NotAdmitted: not in `ADMISSION_S`."""
+    from .bus import secretfile, subjects
+    from .bus.connection import Bus, NotAdmitted
+    from .cluster import deployment
+
+    give_up_at = time.monotonic() + ADMISSION_S
+    while True:
+        try:
+            bus = await Bus.connect(
+                url,
+                name=worker,
+                inbox_prefix=subjects.service_inbox("worker_bridge", worker),
+                nkey_seed=secretfile.role_seed(state, "worker_bridge", worker),
+                tls=deployment.tls_of(state),
+            )
+        except NotAdmitted:
+            if time.monotonic() > give_up_at:
+                raise
+            await asyncio.sleep(0.1)
+        else:
+            await bus.close()
+            return
+
+
+class _Stopped(Exception):
+    """A signal ended what was being done."""
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. When `stop` is set first, that is said, and `work` is cancelled and waited for.
+
+    :raises _Stopped: `stop` was set."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            _say("stopping")
+            raise _Stopped
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _stop_event() -> asyncio.Event:

@@ -7,11 +7,15 @@ import asyncio
 import json
 
 import aiohttp
+import msgspec
+import nats.errors
 from nats.aio.msg import Msg
+from nats.js.errors import APIError, NotFoundError
 
 from ..bus import messages, subjects
 from ..bus.connection import Bus
-from ..bus.errors import Unavailable
+from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
+from ..router import policy
 
 POLICY_KEY = f"$KV.{subjects.BUCKET_POLICIES}.active"
 _WAIT_S = 10.0
@@ -22,6 +26,46 @@ async def set_policy(operator: Bus, name: str) -> int:
 
     :raises BusUnavailable: not acknowledged."""
     return await operator.publish_acked(POLICY_KEY, json.dumps({"name": name}).encode())
+
+
+class PolicyInForce(msgspec.Struct, frozen=True):
+    """The routers' policy. `revision` is 0 when none was ever set: then it is the config's."""
+
+    name: str
+    version: str
+    revision: int
+    problem: str = ""
+
+    def sentence(self) -> str:
+        if self.problem:
+            return f"revision {self.revision} is refused by the routers, which keep the one before: {self.problem}"
+        version = f", version {self.version}" if self.version != policy.Policy().version else ""
+        where = f"revision {self.revision}" if self.revision else "the config's; none was set"
+        return f"{self.name}{version} ({where})"
+
+
+async def policy_in_force(operator: Bus, configured: str) -> PolicyInForce:
+    """What the bucket holds, else `configured`. :raises BusUnavailable: JetStream did not answer."""
+    default = PolicyInForce(configured, policy.Policy().version, 0)
+    try:
+        last = await operator.jetstream.get_last_msg(subjects.STREAM_POLICIES, POLICY_KEY)
+    except NotFoundError:
+        return default
+    except (APIError, nats.errors.Error, TimeoutError) as exc:
+        raise BusUnavailable(f"bucket {subjects.BUCKET_POLICIES}: {exc or type(exc).__name__}") from exc
+    if last.headers and last.headers.get("KV-Operation"):
+        # It was deleted: routers take the configured one then.
+        return default
+    return read_policy(last.data or b"", last.seq or 0)
+
+
+def read_policy(data: bytes, revision: int) -> PolicyInForce:
+    """What the routers make of a record of the bucket."""
+    try:
+        chosen = policy.parse(data)
+    except ConfigInvalid as exc:
+        return PolicyInForce("", "", revision, problem=exc.sentence())
+    return PolicyInForce(chosen.name, chosen.version, revision)
 
 
 async def reset_cache(operator: Bus, worker: str) -> None:

@@ -4,6 +4,7 @@
 Owns: which processes there are, their order, `cluster.json`.   Must not know: what a service does."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import socket
@@ -20,17 +21,21 @@ import msgspec
 from ..bus import config as config_module
 from ..bus import secretfile, subjects, tls
 from ..bus.config import ModelSection
-from ..bus.connection import Bus
+from ..bus.connection import Bus, NotAdmitted
 from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
 from ..tokenizer import gguf
 from . import provision, state
 from .processes import Child, Spec, stop_all
 
 DEFAULT_MODEL = "smollm2"
+# NATS's own.
+DEFAULT_PORT = 4222
 SCALABLE = ("tokenizer", "directory", "router", "auditor")
 READY_WITHIN_S = 60.0
 _STOP_PATIENCE_S = 25.0
 _POLL_S = 0.05
+# How long a start may take before it is said what it waits for.
+_PATIENT_S = 5.0
 
 _NATS, _ENGINE, _BRIDGE, _SERVICE = 0, 1, 2, 3
 
@@ -119,6 +124,40 @@ def _default_model(directory: Path) -> state.Model:
     )
 
 
+def require(directory: Path) -> None:
+    """:raises Unavailable: there is no deployment in this directory."""
+    # Before its first `up` has written the config it is one already: that `up` holds the lock.
+    if not (directory / "config.toml").exists() and state.lock_holder(directory) is None:
+        raise Unavailable(
+            "no deployment was made here.",
+            field=str(directory),
+            remedy="Start one with `prefixbus up`, or name its directory with --state.",
+        )
+
+
+def check_model(directory: Path, model: str) -> None:
+    """Makes nothing. :raises ConfigInvalid: the directory's config, or the one it will get, has no such model."""
+    if (directory / "config.toml").exists():
+        known = sorted(config_module.load(directory / "config.toml", os.environ).models)
+    else:
+        known = [DEFAULT_MODEL]
+    if model not in known:
+        raise ConfigInvalid(
+            f"{model} is not in {directory / 'config.toml'} (it has {', '.join(known) or 'none'}).", field="models"
+        )
+
+
+def choose_port(asked: int | None) -> int:
+    """A port for NATS: the one asked for (0: any), or, when none was, the usual one if it is free.
+
+    :raises Unavailable: the one asked for is taken."""
+    if asked is None:
+        return DEFAULT_PORT if port_is_free(DEFAULT_PORT) else free_port()
+    if asked and not port_is_free(asked):
+        raise Unavailable(f"port {asked} is taken.", field="--port", remedy="Choose another, or 0 for any free one.")
+    return asked or free_port()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -161,15 +200,39 @@ def http_session(directory: Path) -> aiohttp.ClientSession:
 
 
 def read_cluster(directory: Path) -> ClusterFile:
-    """:raises Unavailable: nothing runs on this state directory."""
-    if state.lock_holder(directory) is None or not (directory / "cluster.json").exists():
+    """:raises Unavailable: nothing runs on this state directory, or what runs is not up yet or no more."""
+    require(directory)
+    holder = state.lock_holder(directory)
+    if holder is None:
         raise Unavailable("no deployment is running.", field=str(directory), remedy="Start one: prefixbus up.")
-    return state.read_json(directory / "cluster.json", ClusterFile)
+    path = directory / "cluster.json"
+    cluster = state.read_json(path, ClusterFile) if path.exists() else None
+    # A killed `up` leaves its file behind, and the next one is not up before it has written its own.
+    if cluster is None or cluster.pid != holder:
+        raise Unavailable(
+            "a deployment is starting here, or stopping.", field=str(directory), remedy="Wait for its line `up: ...`."
+        )
+    return cluster
 
 
 def run_files(directory: Path) -> list[RunFile]:
-    """The service processes that have announced themselves."""
-    return [state.read_json(path, RunFile) for path in sorted((directory / "run").glob("*.json"))]
+    """The service processes that have announced themselves and live; a killed one leaves its file behind."""
+    files = []
+    for path in sorted((directory / "run").glob("*.json")):
+        # One that ends now takes its file away under our eyes.
+        with contextlib.suppress(ConfigInvalid):
+            files.append(state.read_json(path, RunFile))
+    return [file for file in files if _lives(file.pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class Deployment:
@@ -181,6 +244,7 @@ class Deployment:
         self._say = say
         self._children: list[Child] = []
         self._port = options.nats_port or free_port()
+        self._is_up = False
         self._monitor_port = free_port()
         self.nats_url = f"nats://127.0.0.1:{self._port}"
         self.workers = [f"w{number}" for number in range(1, options.workers + 1)]
@@ -202,19 +266,28 @@ class Deployment:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._is_up = False
         (self._directory / "cluster.json").unlink(missing_ok=True)
         await stop_all(self._children, _STOP_PATIENCE_S)
 
     def engine_urls(self) -> list[str]:
         return [engine.url for engine in self._engines.values()]
 
+    def plan(self) -> str:
+        """What is started, in words."""
+        workers = len(self.workers)
+        engines = "a simulated engine with its bridge" if workers == 1 else f"{workers} simulated engines with bridges"
+        copies = [(name, self._options.scale.get(name, 1)) for name in SCALABLE]
+        services = [name if count == 1 else f"{count} times {name}" for name, count in copies]
+        return f"nats-server, {engines}, {', '.join(services)}"
+
     def pids(self) -> dict[str, int]:
         """Running processes by name."""
         return {child.spec.name: child.pid for child in self._children if child.pid is not None}
 
     async def _start(self) -> None:
-        for leftover in (self._directory / "run").glob("*.json"):
-            leftover.unlink()
+        for leftover in (self._directory / "cluster.json", *(self._directory / "run").glob("*.json")):
+            leftover.unlink(missing_ok=True)
         config = state.write_nats_config(self._directory, port=self._port, monitor_port=self._monitor_port)
         await self._run(Spec("nats-server", [nats_server_binary(), "-c", str(config)], _NATS))
         bus = await self._until_nats_answers()
@@ -222,15 +295,20 @@ class Deployment:
             report = await provision.provision(bus.jetstream)
         finally:
             await bus.close()
-        if report.created:
+        if report.updated:
             self._say(report.sentence())
         for spec in (*self._engine_specs(), *self._service_specs(), *self._bridge_specs()):
             await self._run(spec)
-        self.write_cluster_file()
         await self._until_ready()
+        self._is_up = True
+        self._write_cluster_file()
 
-    def write_cluster_file(self) -> None:
-        """Says what runs; called again when a process has been started anew."""
+    def _restarted(self) -> None:
+        # While it starts there is nothing to say yet, and once it stops nothing any more.
+        if self._is_up:
+            self._write_cluster_file()
+
+    def _write_cluster_file(self) -> None:
         pids = self.pids()
         content = ClusterFile(
             pid=os.getpid(),
@@ -244,7 +322,7 @@ class Deployment:
         state.write_json(self._directory / "cluster.json", content)
 
     async def _run(self, spec: Spec) -> None:
-        child = Child(spec, self._directory / "logs", self._say, on_restart=self.write_cluster_file)
+        child = Child(spec, self._directory / "logs", self._say, on_restart=self._restarted)
         self._children.append(child)
         await child.start()
 
@@ -253,6 +331,8 @@ class Deployment:
         while True:
             try:
                 return await connect(self._directory, "deploy", self.nats_url)
+            except NotAdmitted:
+                raise
             except BusUnavailable:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
@@ -263,7 +343,9 @@ class Deployment:
         waiting_for = {child.spec.name for child in self._children if child.spec.stage in (_BRIDGE, _SERVICE)}
         reasons: dict[str, str] = {}
         async with http_session(self._directory) as session:
-            deadline = asyncio.get_running_loop().time() + READY_WITHIN_S
+            now = asyncio.get_running_loop().time
+            deadline = now() + READY_WITHIN_S
+            say_at = now() + _PATIENT_S
             while waiting_for:
                 names = {pid: name for name, pid in self.pids().items()}
                 for file in run_files(self._directory):
@@ -272,12 +354,15 @@ class Deployment:
                         reasons[name] = await not_ready_because(session, file)
                         if not reasons[name]:
                             waiting_for.discard(name)
-                if waiting_for and asyncio.get_running_loop().time() > deadline:
+                if waiting_for and now() > deadline:
                     name = min(waiting_for)
                     raise Unavailable(
                         f"{name} is not ready after {READY_WITHIN_S:g} s: {reasons.get(name, 'it did not start')}.",
                         remedy=f"See {self._directory / 'logs' / name}.log.",
                     )
+                if waiting_for and now() > say_at:
+                    say_at = now() + _PATIENT_S
+                    self._say(f"still waiting for {', '.join(sorted(waiting_for))}")
                 if waiting_for:
                     await asyncio.sleep(_POLL_S)
 
@@ -314,11 +399,8 @@ class Deployment:
         return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details", "--dev-mode"]
 
     def _config_of_model(self) -> ModelSection:
-        loaded = config_module.load(self._directory / "config.toml", os.environ)
-        if self._options.model not in loaded.models:
-            known = ", ".join(sorted(loaded.models)) or "none"
-            raise ConfigInvalid(f"{self._options.model} is not in config.toml (it has {known}).", field="models")
-        return loaded.models[self._options.model]
+        check_model(self._directory, self._options.model)
+        return config_module.load(self._directory / "config.toml", os.environ).models[self._options.model]
 
     def _bridge_specs(self) -> list[Spec]:
         return [Spec(f"bridge-{w}", self.bridge_command(w, self._engines[w]), _BRIDGE) for w in self.workers]

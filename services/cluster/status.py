@@ -1,51 +1,137 @@
 # ruff: noqa: TID251 - it asks and prints
-"""`prefixbus status`: the processes and workers of a running deployment, as two tables."""
+"""`prefixbus status`: the processes, the policy and the workers of a running deployment.
+
+Owns: what is asked of whom, and two tables of at most 80 columns.   Must not know: how processes are started."""
 
 import asyncio
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import aiohttp
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ..bus import config, messages
 from . import control, deployment
 
+MIN_WIDTH = 80
 _LISTEN_S = 0.5
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process, and why it is not ready (empty when it is)."""
+
+    name: str
+    pid: int
+    address: str
+    problem: str = ""
 
 
 async def show(directory: Path) -> None:
     """:raises Unavailable: nothing runs on this state directory."""
     cluster = deployment.read_cluster(directory)
-    console = Console()
-    files = deployment.run_files(directory)
+    console = terminal()
     async with deployment.http_session(directory) as session:
-        reasons = await asyncio.gather(*(deployment.not_ready_because(session, file) for file in files))
-    table = Table(title=f"processes ({cluster.nats_url})", title_justify="left")
-    for column in ("service", "instance", "pid", "http", "state"):
-        table.add_column(column)
-    for file, reason in zip(files, reasons, strict=True):
-        table.add_row(file.service, file.instance, str(file.pid), file.http, reason or "ready")
-    console.print(table)
+        found = await processes(directory, cluster, session)
+    console.print(process_table(found), "")
     operator = await deployment.connect(directory, "operator", cluster.nats_url)
     try:
+        policy = await control.policy_in_force(operator, configured_policy(directory))
         heard = await control.loads(operator, _LISTEN_S)
     finally:
         await operator.close()
-    workers = Table(title="workers", title_justify="left")
-    for column in ("worker", "model", "incarnation", "queue ms", "running", "waiting", "kv in use", "state"):
-        workers.add_column(column, justify="left" if column in ("worker", "model", "state") else "right")
-    for name in sorted(set(cluster.engines) | set(heard)):
-        load = heard.get(name)
-        if load is None:
-            workers.add_row(name, "", "", "", "", "", "", "silent")
-        else:
-            workers.add_row(
-                name,
-                load.model,
-                str(load.incarnation),
-                f"{load.queue_ms:.0f}",
-                str(load.running),
-                str(load.waiting),
-                f"{load.kv_usage:.0%}",
-                "draining" if load.draining else "serving",
-            )
-    console.print(workers)
+    console.print(f"policy: {policy.sentence()}\n", highlight=False)
+    console.print(worker_table(sorted(set(cluster.engines) | set(heard)), heard))
+
+
+def terminal() -> Console:
+    """As wide as the terminal, but never narrower than the tables."""
+    return Console(width=max(MIN_WIDTH, Console().width))
+
+
+def configured_policy(directory: Path) -> str:
+    """What routers take when no policy was set."""
+    return config.load(directory / "config.toml", os.environ).policy.name
+
+
+async def processes(directory: Path, cluster: deployment.ClusterFile, session: aiohttp.ClientSession) -> list[Process]:
+    """All processes of the deployment, and the copies that were started beside it."""
+    scheme = "http" if deployment.tls_of(directory) is None else "https"
+    asked = {
+        "nats-server": (cluster.nats_url, f"{scheme}://127.0.0.1:{cluster.monitor_port}/healthz"),
+        **{f"engine-{worker}": (engine.url, f"{engine.url}/health") for worker, engine in cluster.engines.items()},
+    }
+    files = {file.pid: file for file in deployment.run_files(directory) if _is_alive(file.pid)}
+
+    async def look(name: str, pid: int) -> Process:
+        if name in asked:
+            address, health = asked[name]
+            return Process(name, pid, address, await _problem(session, health))
+        if pid not in files:
+            return Process(name, pid, "", "starting")
+        return Process(name, pid, files[pid].http, await deployment.not_ready_because(session, files[pid]))
+
+    known = dict(cluster.processes)
+    for pid, file in files.items():
+        if pid not in known.values():
+            known[f"bridge-{file.instance}" if file.service == "worker_bridge" else file.instance] = pid
+    return list(await asyncio.gather(*(look(name, pid) for name, pid in known.items())))
+
+
+def process_table(found: Sequence[Process]) -> Table:
+    table = _table("processes", ("process", "pid", "address", "state"), right=("pid",), wraps="state")
+    for process in found:
+        table.add_row(process.name, str(process.pid), process.address, process.problem or "ready")
+    return table
+
+
+def worker_table(names: Sequence[str], heard: Mapping[str, messages.Load]) -> Table:
+    """One row a worker; those that were not heard are silent."""
+    numbers = ("incarnation", "queue ms", "running", "waiting", "kv use")
+    table = _table("workers", ("worker", "model", *numbers, "state"), right=numbers, wraps="model")
+    for name in names:
+        table.add_row(name, *_load_cells(heard.get(name)))
+    return table
+
+
+def _load_cells(load: messages.Load | None) -> Iterator[str]:
+    if load is None:
+        yield from ("", "", "", "", "", "", "silent")
+        return
+    yield load.model
+    yield str(load.incarnation)
+    yield f"{load.queue_ms:.0f}"
+    yield str(load.running)
+    yield str(load.waiting)
+    yield f"{load.kv_usage:.0%}"
+    yield "draining" if load.draining else "serving"
+
+
+def _table(title: str, columns: Sequence[str], *, right: Sequence[str], wraps: str) -> Table:
+    """`wraps` is the one column that gives way when the terminal is narrow."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column != wraps, overflow="fold"
+        )
+    return table
+
+
+async def _problem(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with session.get(url) as response:
+            return "" if response.status == 200 else f"status {response.status}"
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        return str(exc) or type(exc).__name__
+
+
+def _is_alive(pid: int) -> bool:
+    """A killed process leaves its run file behind."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):
+        # Somebody else's: the number was given away again.
+        return False
+    return True

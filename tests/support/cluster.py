@@ -65,6 +65,11 @@ class Cluster:
         self.stop()
 
     @property
+    def said(self) -> str:
+        """What `up` has printed so far, as far as it was waited for."""
+        return "".join(self._said)
+
+    @property
     def process(self) -> "subprocess.Popen[bytes]":
         assert self._process is not None, "not started"
         return self._process
@@ -78,9 +83,16 @@ class Cluster:
     def start(self) -> None:
         command = [sys.executable, "-m", "prefixbus", "up", "--state", str(self.state), "--port", "0", *self._arguments]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **self._environ}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # What Python had read ahead, `select` would not see.
+            bufsize=0,
+            env={**os.environ, **self._environ},
         )
         self.wait_for_line("up: ", START_DEADLINE_S)
+        # The token of a new state directory comes after that line, and before this one.
+        self.wait_for_line("Ctrl-C ", START_DEADLINE_S)
         for line in self._said:
             if match := re.match(r"export PREFIXBUS_TOKEN=(\S+)", line):
                 self.token = match[1]
@@ -175,6 +187,28 @@ class Cluster:
                 except OSError:
                     return False
         return False
+
+    async def is_whole_again(self, name: str, old_pid: int, deadline_s: float) -> None:
+        """Returns when the process of this name is another one, and everything is ready."""
+        replaced = lambda: self.file.processes.get(name, old_pid) != old_pid  # noqa: E731
+        await eventually(replaced, f"{name} is started again", deadline_s)
+        await self.all_ready(deadline_s)
+
+    async def all_ready(self, deadline_s: float) -> None:
+        """Returns when every service process has announced itself and is ready, and every engine answers."""
+
+        def ready() -> bool:
+            processes = self.file.processes
+            services = [pid for name, pid in processes.items() if name != "nats-server" and "engine" not in name]
+            try:
+                return all(self.is_ready(pid) for pid in services) and len(self.engine_stats()) > 0
+            except OSError:
+                return False
+
+        async def asked() -> bool:
+            return await asyncio.to_thread(ready)
+
+        await eventually(asked, "everything is ready", deadline_s)
 
     def engine_busy(self) -> int:
         """Requests that engines have in hand."""

@@ -1,15 +1,22 @@
 """The client against a real server and callout: what it is refused is said at once, and by name."""
 
+import asyncio
+import os
+import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats
 import pytest
+from nats.micro import add_service
 from support.nats import NatsServer
 
 from prefixbus.bus.connection import NotAdmitted
 from prefixbus.bus.errors import BusPermissionDenied
 from prefixbus.client import Client
 
+README = Path(__file__).resolve().parents[3] / "README.md"
 BODY = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -37,3 +44,32 @@ async def test_a_scope_that_the_token_may_not_name_is_said_and_not_waited_for(
 async def test_a_wrong_token_is_said_with_the_tenants_name(server: NatsServer) -> None:
     with pytest.raises(NotAdmitted, match="token not accepted for tenant demo"):
         await Client.connect(server.url, tenant="demo", token="wrong")
+
+
+async def test_the_readmes_program_does_not_call_it_done_when_nobody_answers(server: NatsServer) -> None:
+    program = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert program
+
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program[1]),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "NATS_URL": server.url, "PREFIXBUS_TOKEN": server.demo.token},
+    )
+    said, _ = await process.communicate()
+
+    assert said.decode().split("\n")[-2] == "nobody answers"
+
+
+async def test_the_readmes_credentials_find_the_services_on_the_bus(server: NatsServer) -> None:
+    command = re.search(r"--nkey \.prefixbus/(\S+) --inbox-prefix (\S+) micro ls", README.read_text())
+    assert command
+    router = await server.bus("router")
+    await add_service(router.client, name="prefixbus-router", version="0.1.0")
+
+    client = await nats.connect(server.url, nkeys_seed=str(server.state / command[1]), inbox_prefix=command[2])
+    try:
+        reply = await client.request("$SRV.PING", b"", timeout=5)
+    finally:
+        await client.close()
+
+    assert b'"prefixbus-router"' in reply.data

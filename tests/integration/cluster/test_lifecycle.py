@@ -49,17 +49,25 @@ def test_send_streams_an_answer(running: Cluster) -> None:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert "'completion_tokens': 5" in done.stderr
+    assert "5 tokens answered" in done.stderr
+    assert "random words" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("case", "arguments", "token", "says"),
     [
         ("no token", ["send", "x"], "", "PREFIXBUS_TOKEN"),
-        ("a wrong token", ["send", "x"], "wrong", "cannot connect"),
+        ("a wrong token", ["send", "x"], "wrong", "token not accepted for tenant demo"),
         ("an unknown model", ["send", "x", "--model", "other"], None, "other"),
         ("an unknown service", ["run", "rooter"], None, "tokenizer"),
         ("an unknown policy", ["policy", "best"], None, "prefix-aware"),
+        ("a port that cannot be", ["up", "--port", "99999"], None, "65535"),
+        ("a port below all", ["up", "--port", "-5"], None, "greater than or equal to 0"),
+        ("a token file that is not there", ["send", "x", "--token-file", "/nope"], None, "does not exist"),
+        ("a model that is not there", ["up", "--model", "nope"], None, "it has smollm2"),
+        ("a label that is taken", ["tenant", "demo"], None, "--replace"),
+        ("a name that cannot be", ["tenant", "a.b"], None, "A-Z"),
+        ("a label that is not there", ["tenant", "demo", "--label", "x", "--remove"], None, "it has default"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(
@@ -70,14 +78,52 @@ def test_mistakes_are_told_in_a_sentence(
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+    assert "Correct the file" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["down"], ["status"], ["policy"], ["tenant", "x"], ["run", "router"], ["provision"], ["send", "x"]]
+)
+def test_where_no_deployment_was_made_every_command_says_so(tmp_path: Path, arguments: list[str]) -> None:
+    done = prefixbus(*arguments, state=tmp_path / "nowhere", token="x")
+
+    assert done.returncode == 1
+    assert "no deployment was made here" in done.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_up_says_what_to_type_once_it_can_be_typed(running: Cluster) -> None:
+    said = running.said
+
+    order = [
+        *("starting nats-server", "made keys, config and tenant demo in", "up: nats://", "policy: prefix-aware"),
+        *(f"export PREFIXBUS_TOKEN={running.token}", f"export NATS_URL={running.url}", "send --state"),
+        *(f"nats --server {running.url}", "random words", "Ctrl-C"),
+    ]
+    assert [said.find(each) for each in order] == sorted(said.find(each) for each in order)
+    assert -1 not in [said.find(each) for each in order]
+    assert "KV_EVENTS" not in said
 
 
 def test_status_shows_processes_and_workers(running: Cluster) -> None:
     done = prefixbus("status", state=running.state)
 
     assert done.returncode == 0, done.stderr
-    for word in ("tokenizer", "directory", "router", "auditor", "callout", "w1", "serving", "ready"):
-        assert word in done.stdout
+    names = (
+        "nats-server",
+        "engine-w1",
+        "bridge-w1",
+        "tokenizer-1",
+        "directory-1",
+        "router-1",
+        "auditor-1",
+        "callout-1",
+    )
+    for name in names:
+        assert re.search(rf"^{name} +\d+ +\S+:\d+ +ready *$", done.stdout, re.MULTILINE), name
+    assert "policy: prefix-aware" in done.stdout
+    assert re.search(r"^w1 +smollm2 .*serving *$", done.stdout, re.MULTILINE)
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
 
 
 def test_the_policy_changes_without_a_restart(running: Cluster) -> None:
@@ -87,6 +133,8 @@ def test_the_policy_changes_without_a_restart(running: Cluster) -> None:
 
     assert done.returncode == 0, done.stderr
     assert running.pid("router-1") == router
+    shown = prefixbus("policy", state=running.state).stdout
+    assert re.fullmatch(r"round-robin \(revision \d+\)\n", shown)
     assert prefixbus("policy", "prefix-aware", state=running.state).returncode == 0
 
 
@@ -178,6 +226,32 @@ async def test_a_crashed_service_is_started_again_and_said_so(running: Cluster) 
     await eventually(lambda: running.is_ready_again("tokenizer-1", pid), "the tokenizer is back", 60)
     async with await running.client() as client:
         assert (await ask(client, chat("x", max_tokens=2))).text
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_ctrl_c_ends_a_start_at_once(tmp_path: Path, command: str) -> None:
+    arguments = [command, "--state", str(tmp_path / "s"), "--port", "0"] if command == "up" else [command]
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefixbus", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+    )
+    with process:
+        assert process.stderr is not None
+        said = [process.stderr.readline()]
+        while "waiting until" not in said[-1]:
+            said.append(process.stderr.readline())
+            assert said[-1], said
+
+        process.send_signal(signal.SIGINT)
+
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+    assert rest.splitlines() == ["stopping"]
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.parametrize("way", ["SIGINT", "down"])

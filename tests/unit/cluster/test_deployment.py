@@ -1,0 +1,83 @@
+"""What is known about a deployment before and beside its processes: its directory, its ports, whether it is up."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefixbus.bus.errors import ConfigInvalid, Unavailable
+from prefixbus.cluster import deployment, state
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    state.init(tmp_path / "s", workers=["w1"], models={})
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def write_cluster_file(directory: Path, pid: int) -> None:
+    content = deployment.ClusterFile(pid, "nats://127.0.0.1:1", 1, 1, "smollm2", {}, {})
+    state.write_json(directory / "cluster.json", content)
+
+
+def test_where_nothing_was_ever_made_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"no deployment was made here.*prefixbus up"):
+        deployment.read_cluster(tmp_path / "nowhere")
+
+
+def test_where_nothing_runs_that_is_said(directory: Path) -> None:
+    with pytest.raises(Unavailable, match="no deployment is running"):
+        deployment.read_cluster(directory)
+
+
+def test_a_deployment_that_starts_is_not_taken_for_one_that_runs(directory: Path) -> None:
+    with state.lock(directory), pytest.raises(Unavailable, match=r"starting.*`up:"):
+        deployment.read_cluster(directory)
+
+
+def test_the_first_up_is_said_to_start_before_it_has_made_anything(tmp_path: Path) -> None:
+    with state.lock(tmp_path / "s"), pytest.raises(Unavailable, match="starting"):
+        deployment.read_cluster(tmp_path / "s")
+
+
+def test_what_a_killed_deployment_left_behind_is_not_taken_for_the_one_that_starts(directory: Path) -> None:
+    write_cluster_file(directory, pid=os.getpid() + 1)
+
+    with state.lock(directory), pytest.raises(Unavailable, match="starting"):
+        deployment.read_cluster(directory)
+
+
+def test_a_deployment_that_is_up_is_read(directory: Path) -> None:
+    write_cluster_file(directory, pid=os.getpid())
+
+    with state.lock(directory):
+        assert deployment.read_cluster(directory).nats_url == "nats://127.0.0.1:1"
+
+
+def test_a_taken_port_that_was_asked_for_is_refused(taken: int) -> None:
+    with pytest.raises(Unavailable, match=f"port {taken} is taken"):
+        deployment.choose_port(taken)
+
+
+def test_the_usual_port_gives_way_when_it_is_taken(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment, "DEFAULT_PORT", taken)
+
+    assert deployment.choose_port(None) != taken
+
+
+@pytest.mark.parametrize("model", ["nope", ""])
+def test_an_unknown_model_is_refused_before_anything_is_made(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigInvalid, match="it has smollm2"):
+        deployment.check_model(tmp_path / "s", model)
+
+    assert not (tmp_path / "s").exists()
