@@ -108,7 +108,7 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     """Router -> bridge: start this, if your queue is what I think it is.
 
     The bridge refuses when its incarnation is another, its queue is over `max_queue_ms`, or it is past
-    `accept_by_at`."""
+    `accept_by_at`. It makes the blocks' keys itself, from the job's tokens."""
 
     v: int
     request_id: str
@@ -120,7 +120,6 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     predicted_tokens: int
     decision: str
     ns_id: bytes
-    keys: bytes
     job: bytes
 
 

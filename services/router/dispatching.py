@@ -397,7 +397,6 @@ class Request:
             predicted_tokens=decision.predicted_tokens,
             decision=decision.name,
             ns_id=route.ns_id,
-            keys=route.keys,
             job=route.job,
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))

@@ -79,7 +79,6 @@ class Bridge:
         self._accepted: list[str] = []
         self._accepted_reported = 0
         self._refused_facts = 0
-        self._keys_differ = 0
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
         self.admission = Admission(config.bridge.slots)
@@ -222,9 +221,7 @@ class Bridge:
             self._record_refusal(job, vetted)
             self._answer(message, dispatch, Verdict(vetted.code, self.admission.queue_ms(now), 0))
             return
-        # Our own keys, not the dispatch's: what we hold is told by what was really asked.
         keys = blockkeys.chain(job.tokens, self._section.block_size, namespace.seed(dispatch.ns_id))
-        self._keys_differ += keys != dispatch.keys
         offer = self._offer(dispatch, job, keys)
         verdict = self.admission.offer(offer, now, self._rt.clock.wall())
         if verdict.stop is not None:
@@ -406,7 +403,6 @@ class Bridge:
                 "blocks_of_unknown_parents": ("Stored blocks whose parent is unknown.", lambda: unused.unknown_parent),
                 "blocks_of_other_tiers": ("Block events of other tiers.", lambda: unused.other_tier),
                 "kv_messages_unsent": ("Block events that the bus did not take.", lambda: feed.unsent),
-                "keys_differ": ("Dispatches whose keys are not their tokens'.", lambda: self._keys_differ),
                 "dumps": ("Dumps written.", lambda: feed.dumps),
                 "heartbeats": ("Heartbeats sent.", lambda: heartbeat.sent),
                 "heartbeats_skipped": ("Heartbeats that the bus did not take.", lambda: heartbeat.skipped),

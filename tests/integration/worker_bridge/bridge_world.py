@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from support import models
 from support.nats import NatsServer, eventually
 
-from prefixbus.bus import blockkeys, config, identity, messages, namespace, revision, secretfile, subjects
+from prefixbus.bus import config, identity, messages, namespace, revision, secretfile, subjects
 from prefixbus.bus.clock import Clock, RealClock
 from prefixbus.bus.connection import Bus, Subscription
 from prefixbus.bus.messages import VERSION, Abort, Accept, ControlReply, Dispatch, Job, KvDump, KvEvents, Load, Outcome
@@ -292,7 +292,6 @@ class World:
             predicted_tokens=0,
             decision="balanced-cold",
             ns_id=ns_id,
-            keys=blockkeys.chain(job.tokens, BLOCK, namespace.seed(ns_id)),
             job=messages.JOB.encode(job),
         )
         return msgspec.structs.replace(made, **changes)

@@ -54,7 +54,6 @@ def dispatch(wanted: Job, **changes: Any) -> Dispatch:
         predicted_tokens=0,
         decision="",
         ns_id=ns_id(KEY, wanted.namespace),
-        keys=b"",
         job=b"",
     )
     return msgspec.structs.replace(made, **changes)
