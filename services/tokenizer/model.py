@@ -1,7 +1,7 @@
 """One model's tokenizer and chat template, as the engine has them.
 
-transformers renders, `tokenizers` encodes. Both come from one local directory; nothing is downloaded. At load the
-tokenizer is *asked* whether encoding in pieces gives the ids of the whole (see `segments.py`): structure first, then
+transformers' Jinja renders, `tokenizers` encodes. Both come from one local directory; nothing is downloaded. When it is
+loaded the tokenizer is *asked* whether encoding in pieces gives the ids of the whole (see `segments.py`): structure first, then
 samples. If not at long texts, they are not cut; if not even at special tokens, every prompt is encoded whole and
 nothing can be memoised.
 
@@ -82,8 +82,14 @@ class TokenizerModel:
         self.uses_clock = False
         self._arguments: frozenset[str] = frozenset()
         self.content_format: render.ContentFormat = "string"
-        for template in filter(None, templates):
+        self._named_tokens: dict[str, str] = hf.special_tokens_map
+        self._compiled: dict[str, Any] = {}
+        named = hf.chat_template if isinstance(hf.chat_template, dict) else {"default": self.template}
+        for name, template in named.items():
+            if not template:
+                continue
             parsed = _Template(template, directory)
+            self._compiled[name] = parsed.compiled
             self.uses_clock |= parsed.prints_time
             self._arguments |= parsed.arguments - _RESERVED_KWARGS
             if parsed.loops_over_content:
@@ -112,7 +118,7 @@ class TokenizerModel:
     @property
     def chats(self) -> bool:
         """Whether there is a chat template at all."""
-        return bool(self._hf.chat_template)
+        return bool(self._compiled)
 
     def accepts(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those template arguments that the template reads. vLLM drops the others as well."""
@@ -130,21 +136,42 @@ class TokenizerModel:
 
         :raises BadRequest: the template refuses these messages, or fails on them."""
         try:
-            text: str = self._hf.apply_chat_template(
-                messages,
+            if chat.continue_final_message:
+                return self._continued(messages, tools, documents, kwargs)
+            text: str = self._template(tools).render(
+                messages=[_as_transformers_gives_it(message) for message in messages],
                 tools=tools,
                 documents=documents,
                 add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                tokenize=False,
-                **kwargs,
+                **{**self._named_tokens, **kwargs},
             )
+            return text
         except RecursionError as exc:
             raise BadRequest("Values are nested too deeply.", field="messages") from exc
         except Exception as exc:  # templates raise what they like; it is always the input they could not use
             raise BadRequest(
                 f"The model's chat template refuses them: {str(exc)[:200] or type(exc).__name__}", field="messages"
             ) from exc
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> Any:
+        """The compiled template that `apply_chat_template` would choose."""
+        named = self._compiled.get("tool_use") if tools is not None else None
+        template = named or self._compiled.get("default")
+        if template is None:
+            raise ValueError("it has several templates and no default")
+        return template
+
+    def _continued(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        documents: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> str:
+        """Where the last message ends in the rendered text is for transformers to find."""
+        text: str = self._hf.apply_chat_template(
+            messages, tools=tools, documents=documents, continue_final_message=True, tokenize=False, **kwargs
+        )
         return text
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
@@ -180,6 +207,15 @@ def _transformers() -> Any:
     transformers.logging.disable_default_handler()
     transformers.logging.enable_propagation()
     return transformers
+
+
+def _as_transformers_gives_it(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `apply_chat_template` hands it to the template: without null fields, reasoning under every name.
+    (It copies all values as well; these are plain JSON, and the sandbox lets no template change them.)"""
+    given = {name: value for name, value in message.items() if value is not None}
+    if "reasoning_content" in given:
+        given = {"thinking": given["reasoning_content"], **given}
+    return given
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[bytes, bytes]:
@@ -258,7 +294,8 @@ class _Template:
         from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
         try:
-            nodes = list(_walk(_compile_jinja_template(source).environment.parse(source)))
+            self.compiled = _compile_jinja_template(source)
+            nodes = list(_walk(self.compiled.environment.parse(source)))
             self.arguments: frozenset[str] = frozenset(_get_template_variables(source))
         except Exception as exc:  # Jinja's own errors, and what its compiler passes on
             raise ConfigInvalid(f"has a chat template that is no Jinja: {exc}", field=str(directory)) from exc

@@ -15,8 +15,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-# About 120 tokens, 0.2 ms to encode: what a changed last piece costs, against 3 us to hash and look up each piece.
+# About 120 tokens, 0.1 ms to encode: what a changed last piece costs, against 3 us to hash and look up each piece.
+# Where most prompts end pieces are finer: half of that for a short one, and a long one hardly has more of them.
 PIECE_CHARS = 512
+FINE_PIECE_CHARS = 256
+FINE_UNTIL_CHARS = 2048
 
 # Letters are what \p{L} is in those patterns, and the numerals that \d is not: a run of either ends here.
 _CUT = re.compile(r"(?<=[^\W\d_])[ \n。，、]")
@@ -65,18 +68,22 @@ class Segmenter:
             parts.append(text[end:])
         return parts
 
-    def cut(self, text: str, piece_chars: int = PIECE_CHARS) -> list[str]:
-        """The pieces of a text without special tokens, each at least `piece_chars` long but the last."""
-        if not self.cuttable or len(text) <= piece_chars:
+    def cut(self, text: str, piece_chars: int = 0) -> list[str]:
+        """The pieces of a text without special tokens, each at least `piece_chars` long but the last (0: as long as
+        pays at its place)."""
+        least = piece_chars or FINE_PIECE_CHARS
+        if not self.cuttable or len(text) <= least:
             return [text]
         pieces = []
         start = 0
-        while len(text) - start > piece_chars:
-            match = _CUT.search(text, start + piece_chars)
+        while len(text) - start > least:
+            match = _CUT.search(text, start + least)
             if match is None:
                 break
             pieces.append(text[start : match.start()])
             start = match.start()
+            if not piece_chars and start >= FINE_UNTIL_CHARS:
+                least = PIECE_CHARS
         pieces.append(text[start:])
         return pieces
 

@@ -50,6 +50,7 @@ class Shield:
     def __init__(self, specials: Iterable[str], reserved: str = "") -> None:
         contents = sorted(specials, key=len, reverse=True)
         self._firsts = "".join(sorted({content[0] for content in contents}))
+        self._any_first = re.compile(f"[{re.escape(self._firsts)}]" if self._firsts else r"(?!)")
         self._pattern = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
         self._beginnings = frozenset(content[:end] for content in contents for end in range(1, len(content)))
         self._tail_chars = max((len(content) for content in contents), default=1) - 1
@@ -60,7 +61,7 @@ class Shield:
         special tokens.
 
         :raises BadRequest: it uses up the private-use characters."""
-        if not any(self._is_risky(text) for text in strings(value)):
+        if not self._is_risky(value):
             return value, None
         characters = self._unused(value)
         table = dict(zip(self._firsts, characters, strict=True))
@@ -68,10 +69,17 @@ class Shield:
             {sentinel: character for character, sentinel in table.items()}
         )
 
-    def _is_risky(self, text: str) -> bool:
-        if not any(first in text for first in self._firsts):
-            return False
-        return self._pattern.search(text) is not None or self._beginning_at_end(text) is not None
+    def _is_risky(self, value: Any) -> bool:
+        """Whether a string in `value` holds a special token, or may end in the beginning of one."""
+        if isinstance(value, str):
+            return self._any_first.search(value) is not None and (
+                self._pattern.search(value) is not None or self._beginning_at_end(value) is not None
+            )
+        if isinstance(value, dict):
+            return any(map(self._is_risky, value)) or any(map(self._is_risky, value.values()))
+        if isinstance(value, list):
+            return any(map(self._is_risky, value))
+        return False
 
     def _beginning_at_end(self, text: str) -> int | None:
         """Where the longest start of a special token that `text` ends with begins."""

@@ -142,7 +142,7 @@ def write(tokenizer: Tokenizer, name: str, template: str) -> Path:
     return directory
 
 
-def with_template(source: Path, name: str, template: str) -> Path:
+def with_template(source: Path, name: str, template: str | list[dict[str, str]]) -> Path:
     """A copy of a tokenizer directory under another template."""
     directory = scratch() / name
     shutil.copytree(source, directory, dirs_exist_ok=True)

@@ -68,6 +68,17 @@ CHATS: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "Quick!"}],
         "chat_template_kwargs": {"enable_thinking": False},
     },
+    "reasoning": {
+        "messages": [
+            {"role": "developer", "content": "Be brief.", "tools": None},
+            {"role": "user", "content": "Why?", "name": "ann"},
+            {"role": "assistant", "content": "So.", "reasoning": "hm"},
+        ],
+    },
+    "all of it as JSON": {
+        "messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm"}],
+        "chat_template_kwargs": {"enable_thinking": True, "bos_token": "none"},
+    },
     "open answer": {
         "messages": [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one two"}],
         "continue_final_message": True,
@@ -122,6 +133,48 @@ async def test_a_chat_has_the_ids_of_transformers(which: str, name: str) -> None
 
     assert array("I", made.ids).tolist() == reference(directory, CHATS[name])
     assert not made.covered
+
+
+@pytest.mark.parametrize("name", CHATS)
+async def test_a_template_is_given_what_transformers_gives_it(name: str) -> None:
+    """It is rendered without `apply_chat_template`: fields, their order and names must be the same."""
+    template = (
+        "{{ messages | tojson }}{{ tools | tojson }}{{ documents | tojson }}{{ add_generation_prompt }}"
+        "{# content #}{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}{{ enable_thinking is defined }}"
+    )
+    directory = models.with_template(models.tiny(), "tiny-json", template)
+    model = models.load(directory)
+    chat = request_of(CHATS[name]).chat
+    assert chat is not None
+    messages = render.conversation(chat.messages, model.content_format)
+    kwargs = model.accepts(chat.template_kwargs)
+    hf: Any = AutoTokenizer.from_pretrained(str(directory))
+
+    text = model.render(messages, chat.tools, chat.documents, chat, kwargs)
+
+    assert text == hf.apply_chat_template(
+        messages,
+        tools=chat.tools,
+        documents=chat.documents,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        tokenize=False,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+def test_of_several_templates_the_one_for_tools_is_taken_when_there_are_any(
+    tools: list[dict[str, Any]] | None,
+) -> None:
+    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    model = models.load(models.with_template(models.tiny(), "tiny-two", both))
+    chat = request_of(CHATS["one turn"]).chat
+    assert chat is not None
+
+    text = model.render([{"role": "user", "content": "x"}], tools, None, chat, {})
+
+    assert text == ("with tools" if tools else "plain")
 
 
 @pytest.mark.parametrize("name", CHATS)
