@@ -1,9 +1,9 @@
 """One model's tokenizer and chat template, as the engine has them.
 
 transformers' Jinja renders, `tokenizers` encodes. Both come from one local directory; nothing is downloaded. When it is
-loaded the tokenizer is *asked* whether encoding in pieces gives the ids of the whole (see `segments.py`): structure first, then
-samples. If not at long texts, they are not cut; if not even at special tokens, every prompt is encoded whole and
-nothing can be memoised.
+loaded the tokenizer is *asked* whether encoding in pieces gives the ids of the whole (see `segments.py`): structure
+first, then samples. If not at long texts, they are not cut; if not even at special tokens, every prompt is encoded
+whole and nothing can be memoised.
 
 Owns: transformers, tokenizers.   Must not know: tenants, the memo, threads (callers choose where it runs).
 Source: facts/index.md (the batch call releases the GIL, `encode` does not); vLLM `renderers/hf.py` for what reaches
