@@ -11,6 +11,7 @@ keep-alive comes; then, and only then, the request is sent again (`resend_after_
 Owns: one inbox.   Must not know: what answers.   Source: DESIGN section 2."""
 
 import asyncio
+import contextlib
 import secrets
 import ssl
 import time
@@ -27,6 +28,9 @@ from .bus.connection import Bus, NotAdmitted
 
 RESEND_AFTER_S = 3.0
 MAX_SENDS = 3
+# How long a request is tried while there is no bus, or nobody takes it: longer than any restart.
+UNREACHABLE_FOR_S = 10.0
+RETRY_EVERY_S = 0.25
 # A message for a stream, or why none will come.
 Heard = Msg | errors.PrefixbusError
 
@@ -44,6 +48,12 @@ class StreamGap(errors.PrefixbusError):
 
     code = "stream_gap"
     status = 502
+
+
+class NobodyListens(errors.Unavailable):
+    """No tokenizer listens."""
+
+    code = "nobody_listens"
 
 
 class Silence(errors.Unavailable):
@@ -145,28 +155,32 @@ class Client:
         subject = subjects.infer(self._tenant, model, self._scope)
         ended = False
         token = ""
+        sends = 0
+        give_up_at = min(deadline, time.monotonic() + UNREACHABLE_FOR_S)
         try:
-            for _ in range(MAX_SENDS):
+            while sends < MAX_SENDS:
                 # A token of its own for each sending: late frames of the one before are not heard.
                 self._streams.pop(token, None)
                 token = secrets.token_hex(8)
                 inbox: asyncio.Queue[Heard] = asyncio.Queue()
                 self._streams[token] = _Stream(subject, inbox)
-                await self._bus.publish(
-                    subject,
-                    payload,
-                    reply=f"{self._bus.inbox_prefix}.s.{token}",
-                    headers=headers,
-                )
                 reader = _Reader(inbox, min(resend_after_s, deadline_s), deadline)
                 try:
+                    self._bus.send(subject, payload, reply=f"{self._bus.inbox_prefix}.s.{token}", headers=headers)
                     async for frame in reader:
                         yield frame
                     ended = True
                     return
                 except Silence:
+                    sends += 1
                     if reader.heard_anything or time.monotonic() >= deadline:
                         raise
+                except (errors.BusUnavailable, NobodyListens):
+                    # Nobody has it: it is sent again as soon as somebody could.
+                    if time.monotonic() >= give_up_at:
+                        ended = True
+                        raise
+                    await asyncio.sleep(RETRY_EVERY_S)
                 except errors.PrefixbusError as exc:
                     ended = not isinstance(exc, StreamGap)
                     raise
@@ -177,7 +191,9 @@ class Client:
         finally:
             self._streams.pop(token, None)
             if not ended:
-                await self.cancel(request_id)
+                # Over a bus that is cut, the worker notices by itself that nobody listens.
+                with contextlib.suppress(errors.BusUnavailable):
+                    await self.cancel(request_id)
 
     async def cancel(self, request_id: str) -> None:
         """Stops a request of this tenant, wherever it is. Says nothing about whether there was one."""
@@ -235,7 +251,7 @@ class _Reader:
             self.heard_anything = True
             headers = message.headers or {}
             if headers.get("Status") == "503":
-                raise errors.Unavailable("No tokenizer listens.", remedy="Start one: prefixbus run tokenizer.")
+                raise NobodyListens()
             if subjects.HEADER_FINAL in headers:
                 self._check_end(headers)
                 return

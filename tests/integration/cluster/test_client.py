@@ -9,8 +9,9 @@ from pathlib import Path
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from nats.micro import add_service
-from support.nats import NatsServer
+from support.nats import NatsServer, eventually
 
 from prefixbus.bus.connection import NotAdmitted
 from prefixbus.bus.errors import BusPermissionDenied
@@ -73,3 +74,40 @@ async def test_the_readmes_credentials_find_the_services_on_the_bus(server: Nats
         await client.close()
 
     assert b'"prefixbus-router"' in reply.data
+
+
+async def test_what_nobody_took_is_sent_again_when_somebody_could(server: NatsServer) -> None:
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        asked = asyncio.create_task(collect(client))
+        # The first sending has reached the server, which says that nobody listens.
+        await eventually(lambda: bool(client._streams), "it is sent")
+        await client._bus.flush()
+
+        tokenizer = await server.bus("tokenizer")
+
+        async def answer(message: Msg) -> None:
+            await tokenizer.publish(message.reply, b"", headers={"Pb-Final": "1", "Pb-Seq": "0"})
+
+        await tokenizer.subscribe("pb.v1.infer.>", answer, queue="tokenizer")
+
+        assert await asked == 0
+
+
+async def test_a_request_waits_for_a_server_that_restarts(server: NatsServer) -> None:
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        server.kill()
+        await eventually(lambda: not client._bus.connected, "the client notices")
+        asked = asyncio.create_task(collect(client))
+        server.start_again()
+        tokenizer = await server.bus("tokenizer")
+
+        async def answer(message: Msg) -> None:
+            await tokenizer.publish(message.reply, b"", headers={"Pb-Final": "1", "Pb-Seq": "0"})
+
+        await tokenizer.subscribe("pb.v1.infer.>", answer, queue="tokenizer")
+
+        assert await asked == 0
+
+
+async def collect(client: Client) -> int:
+    return len([frame async for frame in client.stream("smollm2", BODY)])
