@@ -32,6 +32,8 @@ class Tiny:
 
     async def run(self) -> None:
         await self._rt.listen_plain(subjects.control(WORKER, "*"), self._hear)
+        await self._rt.bus.flush()
+        self._rt.log.info("listening")
         await self._rt.stopping.wait()
         if self._in_hand:
             await self._finish.wait()

@@ -88,11 +88,7 @@ async def started(server: NatsServer, drain_s: float = DEADLINE_S) -> AsyncItera
     with path.open("wb") as log, spawned(command, stderr=log, cwd=TESTS, env=environ) as process:
         service = Service(process, server.state, path, await server.bus("operator"))
 
-        def is_up() -> bool:
-            assert process.poll() is None, path.read_text()
-            return service.run_file.exists()
-
-        await eventually(is_up, "its run file", DEADLINE_S)
+        await service.logs("listening")
         yield service
 
 
