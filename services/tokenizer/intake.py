@@ -257,7 +257,7 @@ def parse(body: bytes, model: str, limits: LimitsSection) -> Request:
         raise InvalidJson(f"is {_kind(tree)}, not an object.", field="body", remedy="Send one JSON object.")
     if tree.get("model") is not None and tree["model"] != model:
         raise ModelMismatch(
-            f"{str(tree['model'])[:80]!r} is not the subject's {model!r}.",
+            f"{_shown(tree['model'], 80)} is not the subject's {model!r}.",
             field="model",
             remedy="Leave it out, or publish to that model's subject.",
         )
@@ -320,6 +320,11 @@ def engine_params(request: Request, max_tokens: int) -> bytes:
 
 def _prompt_field(request: Request) -> str:
     return "messages" if request.chat is not None else "prompt"
+
+
+def _shown(value: object, most: int) -> str:
+    """What a client sent where a name belongs, for its error; anything deep is only named by its kind."""
+    return repr(value[:most]) if isinstance(value, str) else _kind(value)
 
 
 def _kind(value: Any) -> str:
@@ -423,7 +428,7 @@ def _params(body: _Body) -> dict[str, Any]:
         kind = body.response_format.get("type")
         if kind not in ("text", "json_object", "json_schema", "structural_tag"):
             raise Unsupported(
-                f"{str(kind)[:40]!r} is not known.", field="response_format.type", remedy="Use json_schema."
+                f"{_shown(kind, 40)} is not known.", field="response_format.type", remedy="Use json_schema."
             )
         if kind == "json_schema" and not isinstance(body.response_format.get("json_schema"), dict):
             raise BadRequest("is missing.", field="response_format.json_schema", remedy="Give the schema.")
@@ -487,7 +492,7 @@ def _parts(content: Any, field: str) -> list[str]:
         key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if key is None:
             raise Unsupported(
-                f"{str(kind)[:40]!r} parts are not served.", field=f"{field}[{i}].type", remedy="Send text parts."
+                f"{_shown(kind, 40)} parts are not served.", field=f"{field}[{i}].type", remedy="Send text parts."
             )
         text = part.get(key)
         if text is None and kind in ("text", "refusal"):
