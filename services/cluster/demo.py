@@ -70,18 +70,28 @@ async def run(deployment: Deployment, operator: Bus, directory: Path, token: str
         runs.append(await _play(deployment.nats_url, operator, token, policy, tasks, console))
     base, ours = runs
     wrong_hits = await control.wrong_hits(deployment.engine_urls())
-    for each in runs:
-        console.print(verdict.table(each, workload.CLASSES))
-    console.print("Both passes began cold: engine caches emptied, and a permission scope each, which shares nothing.")
-    console.print(
-        f"net prefill saved by prefix-aware routing over round-robin: {verdict.net_saved_ms(base, ours):.0f} ms "
-        "(prefill avoided by cache hits, less the time that requests waited in queues)"
-    )
+    _show(base, ours, console)
     judged = verdict.judge(base, ours, wrong_hits)
     for reason in judged.reasons:
         console.print(f"failed: {reason}", soft_wrap=True, highlight=False)
     console.print(verdict.last_line(base, ours, wrong_hits), soft_wrap=True, highlight=False)
     return judged.ok
+
+
+def _show(base: Run, ours: Run, console: Console) -> None:
+    """The figures, with what they mean, at the console's width."""
+    for each in (base, ours):
+        console.print(verdict.table(each, workload.CLASSES))
+        console.print("decisions:", *verdict.decisions(each, workload.CLASSES), "", sep="\n", highlight=False)
+    legend = [*verdict.LEGEND.splitlines(), "decisions:", *verdict.decision_legend(base, ours)]
+    console.print(*legend, "", sep="\n", highlight=False)
+    console.print("Both passes began cold: engine caches emptied, and a permission scope each, which shares nothing.\n")
+    console.print(verdict.comparison(base, ours), "")
+    console.print(
+        f"net prefill saved by prefix-aware routing over round-robin: {verdict.net_saved_ms(base, ours):.0f} ms "
+        "(prefill avoided by cache hits, less the time that requests waited in queues)"
+    )
+    console.print(verdict.sentence(base, ours), highlight=False)
 
 
 async def _warm_up(deployment: Deployment, token: str) -> None:

@@ -362,7 +362,8 @@ class Deployment:
                     )
                 if waiting_for and now() > say_at:
                     say_at = now() + _PATIENT_S
-                    self._say(f"still waiting for {', '.join(sorted(waiting_for))}")
+                    some, more = sorted(waiting_for)[:3], len(waiting_for) - 3
+                    self._say(f"still waiting for {', '.join(some)}{f' and {more} more' if more > 0 else ''}")
                 if waiting_for:
                     await asyncio.sleep(_POLL_S)
 

@@ -18,8 +18,26 @@ from ..router.cost import PROFILES, prefill_ms
 ENOUGH_REUSE = 0.3
 # Of the demo's model.
 BLOCK_SIZE = 32
-COLUMNS = ("class", "requests", "predicted", "cached", "warm p50/p95", "partial p50/p95", "cold p50/p95", "decisions")
+COLUMNS = ("class", "requests", "predicted", "cached", "warm", "partial", "cold", "all")
+LEGEND = """\
+warm, partial, cold, all: time to first token in ms, p50/p95, of requests that
+  found all of their prompt cached (but at most the last block), some, or none.
+predicted, cached: prompt tokens, by the router beforehand, by the engine after.
+  Predicted is higher where announced blocks were evicted before their use."""
+# What the names that occur mean; in full: services/router/policy.py.
+DECISIONS = {
+    "prefer-warm-worker": "to a worker that holds all that can be reused",
+    "partial-hit": "to a worker that holds a part",
+    "home-worker": "nobody holds more of the prefix than all do: to its home",
+    "balanced-cold": "nobody holds anything of use: by load",
+    "blind": "the directory did not answer: by load",
+    "round-robin": "to the next in turn",
+    "spill-max-wait": "the holder's queue is too long: to another",
+    "spill-margin": "the holder is later by more than the hit is worth",
+    "spill-memory": "the holder would wait for KV memory: to another",
+}
 _SHOWN_IDS = 5
+_KINDS = ("warm", "partial", "cold")
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -41,6 +59,9 @@ class Run(msgspec.Struct, frozen=True):
 
     def percentile(self, share: float) -> float:
         return percentile([sample.ttft_ms for sample in self.samples], share)
+
+    def mean(self) -> float:
+        return statistics.fmean(sample.ttft_ms for sample in self.samples) if self.samples else 0.0
 
     def cached_ratio(self) -> float:
         """Token reuse: cached over all prompt tokens."""
@@ -90,42 +111,86 @@ def last_line(base: Run, ours: Run, wrong_hits: int) -> str:
 
 
 def rows(run: Run, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """One row a class, in the order of COLUMNS; requests without records count as answered and nothing more."""
-    by_class: dict[str, list[Sample]] = defaultdict(list)
-    for sample in run.samples:
-        by_class[sample.request_class].append(sample)
-    made = []
-    for request_class in classes:
-        samples = by_class[request_class]
-        recorded = [
-            (sample, run.outcomes[sample.request_id]) for sample in samples if sample.request_id in run.outcomes
-        ]
-        times: dict[str, list[float]] = defaultdict(list)
-        for sample, outcome in recorded:
-            kind = blockkeys.warmth(outcome.prompt_tokens, outcome.cached_tokens or 0, BLOCK_SIZE)
-            times[kind].append(sample.ttft_ms)
-        chosen = Counter(
-            run.decisions[sample.request_id].decision for sample in samples if sample.request_id in run.decisions
-        )
-        made.append(
-            (
-                request_class,
-                str(len(samples)),
-                str(sum(outcome.predicted_tokens for _, outcome in recorded)),
-                str(sum(outcome.cached_tokens or 0 for _, outcome in recorded)),
-                *(_spread(times[kind]) for kind in ("warm", "partial", "cold")),
-                ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
-            )
-        )
-    return made
+    """One row a class, in the order of COLUMNS, and one for all of them; requests without records count as answered and
+    nothing more."""
+    by_class = {name: [sample for sample in run.samples if sample.request_class == name] for name in classes}
+    totals = [sample for samples in by_class.values() for sample in samples]
+    return [_row(run, name, samples) for name, samples in (*by_class.items(), ("all", totals))]
+
+
+def _row(run: Run, name: str, samples: Sequence[Sample]) -> tuple[str, ...]:
+    recorded = [(sample, run.outcomes[sample.request_id]) for sample in samples if sample.request_id in run.outcomes]
+    times: dict[str, list[float]] = defaultdict(list)
+    for sample, outcome in recorded:
+        kind = blockkeys.warmth(outcome.prompt_tokens, outcome.cached_tokens or 0, BLOCK_SIZE)
+        times[kind].append(sample.ttft_ms)
+    return (
+        name,
+        str(len(samples)),
+        str(sum(outcome.predicted_tokens for _, outcome in recorded)),
+        str(sum(outcome.cached_tokens or 0 for _, outcome in recorded)),
+        *(_spread(times[kind]) for kind in _KINDS),
+        _spread([sample.ttft_ms for sample in samples]),
+    )
 
 
 def table(run: Run, classes: Sequence[str]) -> Table:
-    made = Table(title=run.policy, title_justify="left")
-    for column in COLUMNS:
-        made.add_column(column, justify="left" if column in ("class", "decisions") else "right")
+    """Fits 80 columns, whatever the figures."""
+    made = _bare_table(COLUMNS, title=run.policy)
     for row in rows(run, classes):
         made.add_row(*row)
+    return made
+
+
+def decisions(run: Run, classes: Sequence[str]) -> list[str]:
+    """How the requests of each class were decided, one line a class."""
+    lines = []
+    for name in classes:
+        ids = [sample.request_id for sample in run.samples if sample.request_class == name]
+        chosen = Counter(run.decisions[each].decision for each in ids if each in run.decisions)
+        if chosen:
+            counts = ", ".join(f"{decision} {count}" for decision, count in chosen.most_common())
+            lines.append(f"  {name:<10}{counts}")
+    return lines
+
+
+def decision_legend(*runs: Run) -> list[str]:
+    """What the decisions that occurred mean, one line each, in the order of DECISIONS."""
+    occurred = {record.decision for run in runs for record in run.decisions.values()}
+    return [f"  {name:<20}{meaning}" for name, meaning in DECISIONS.items() if name in occurred]
+
+
+def comparison(*runs: Run) -> Table:
+    """What the verdict looks at, side by side."""
+    made = _bare_table(("first token, ms", "p50", "p95", "mean", "cached"), title="")
+    for run in runs:
+        figures = (run.percentile(0.5), run.percentile(0.95), run.mean())
+        made.add_row(run.policy, *(f"{figure:.1f}" for figure in figures), f"{run.cached_ratio():.0%}")
+    return made
+
+
+def sentence(base: Run, ours: Run) -> str:
+    """The outcome for people: how much sooner, and from how much reuse."""
+    median = _sooner(base.percentile(0.5), ours.percentile(0.5), "at the median")
+    tail = _sooner(base.percentile(0.95), ours.percentile(0.95), "at p95")
+    return (
+        f"{ours.policy}: first token {median}, {tail}; "
+        f"{ours.cached_ratio():.0%} of prompt tokens came from caches, not {base.cached_ratio():.0%}"
+    )
+
+
+def _sooner(before: float, now: float, where: str) -> str:
+    if before <= 0 or now <= 0:
+        return f"not measured {where}"
+    if now <= before:
+        return f"{before / now:.1f}x sooner {where} ({now:.0f} ms, not {before:.0f})"
+    return f"{now / before:.1f}x later {where} ({now:.0f} ms, not {before:.0f})"
+
+
+def _bare_table(columns: Sequence[str], *, title: str) -> Table:
+    made = Table(title=title or None, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left", no_wrap=True)
     return made
 
 
@@ -166,4 +231,9 @@ def _incomplete(run: Run) -> list[str]:
 
 
 def _spread(values: list[float]) -> str:
-    return f"{percentile(values, 0.5):.0f}/{percentile(values, 0.95):.0f}" if values else "-"
+    return f"{_short(percentile(values, 0.5))}/{_short(percentile(values, 0.95))}" if values else "-"
+
+
+def _short(ms: float) -> str:
+    """At most four characters up to a quarter of an hour: eight columns have to fit."""
+    return f"{ms:.0f}" if ms < 9999.5 else f"{ms / 1000:.0f}s"

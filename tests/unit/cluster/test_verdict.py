@@ -11,6 +11,7 @@ from rich.console import Console
 from prefixbus.bus.messages import DecisionRecord, Outcome
 from prefixbus.cluster import verdict
 from prefixbus.cluster.verdict import Run, Sample
+from prefixbus.router import policy
 
 LAST_LINE = (
     r"demo: (ok|failed) round_robin_ttft_p50_ms=\d+\.\d prefix_aware_ttft_p50_ms=\d+\.\d "
@@ -185,9 +186,11 @@ def test_a_row_says_what_happened_to_its_class() -> None:
     found = verdict.rows(run, ["document", "unique"])
 
     assert found == [
-        ("document", "3", "1312", "1312", "10/10", "20/20", "30/30", "balanced-cold 2, prefer-warm-worker 1"),
-        ("unique", "0", "0", "0", "-", "-", "-", ""),
+        ("document", "3", "1312", "1312", "10/10", "20/20", "30/30", "20/30"),
+        ("unique", "0", "0", "0", "-", "-", "-", "-"),
+        ("all", "3", "1312", "1312", "10/10", "20/20", "30/30", "20/30"),
     ]
+    assert verdict.decisions(run, ["document", "unique"]) == ["  document  balanced-cold 2, prefer-warm-worker 1"]
 
 
 def test_a_row_counts_a_request_without_records_as_answered_and_no_more() -> None:
@@ -195,18 +198,76 @@ def test_a_row_counts_a_request_without_records_as_answered_and_no_more() -> Non
     run.outcomes.clear()
     run.decisions.clear()
 
-    assert verdict.rows(run, ["document"]) == [("document", "2", "0", "0", "-", "-", "-", "")]
+    assert verdict.rows(run, ["document"])[0] == ("document", "2", "0", "0", "-", "-", "-", "15/20")
+    assert verdict.decisions(run, ["document"]) == []
 
 
-def test_the_table_shows_all_columns_and_the_policys_name() -> None:
-    written = io.StringIO()
+def written(*things: object, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*things, sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
-    Console(file=written, width=150).print(verdict.table(ours(), ["document"]))
 
-    text = written.getvalue()
-    assert text.startswith("prefix-aware")
-    assert all(column in text for column in verdict.COLUMNS)
-    assert "balanced-cold 20" in text
+@pytest.mark.parametrize("ttft_ms", [5.0, 9999.0, 123456.0])
+def test_the_table_fits_80_columns_with_no_cell_broken(ttft_ms: float) -> None:
+    # The most that figures may grow to: minutes on a slow machine, and many millions of tokens.
+    run = a_run("prefix-aware", [ttft_ms] * 2)
+    run.outcomes["prefix-aware-0"] = outcome("prefix-aware-0", prompt=99_000_000, cached=98_999_968)
+    run.outcomes["prefix-aware-1"] = outcome("prefix-aware-1", prompt=99_000_000, cached=3_200)
+
+    shown = written(verdict.table(run, ["document", "template"]))
+
+    assert shown[0] == "prefix-aware"
+    assert tuple(shown[1].split()) == verdict.COLUMNS
+    assert [tuple(line.split()) for line in shown[2:]] == verdict.rows(run, ["document", "template"])
+    assert max(len(line) for line in shown) <= 80
+
+
+def test_the_comparison_shows_what_the_verdict_looks_at() -> None:
+    shown = written(verdict.comparison(base([100.0] * 19 + [300.0]), ours()))
+
+    assert shown[1].split() == ["round-robin", "100.0", "100.0", "110.0", "10%"]
+    assert shown[2].split() == ["prefix-aware", "50.0", "50.0", "50.0", "50%"]
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        (
+            ours(),
+            "prefix-aware: first token 2.0x sooner at the median (50 ms, not 100), 2.0x sooner at p95 "
+            "(50 ms, not 100); 50% of prompt tokens came from caches, not 10%",
+        ),
+        (
+            ours([50.0] * 10 + [200.0] * 10, cached=0),
+            "prefix-aware: first token 1.2x later at the median (125 ms, not 100), 2.0x later at p95 "
+            "(200 ms, not 100); 0% of prompt tokens came from caches, not 10%",
+        ),
+        (
+            Run("prefix-aware"),
+            "prefix-aware: first token not measured at the median, not measured at p95; "
+            "0% of prompt tokens came from caches, not 10%",
+        ),
+    ],
+)
+def test_the_outcome_is_a_sentence(run: Run, sentence: str) -> None:
+    assert verdict.sentence(base(), run) == sentence
+
+
+def test_every_decision_that_the_router_names_is_explained_within_80_columns() -> None:
+    named = re.findall(r"^    ([a-z]+(?:-[a-z]+)*)  +\S", policy.__doc__ or "", re.MULTILINE)
+    run = ours()
+    for number, name in enumerate(named):
+        run.decisions[f"prefix-aware-{number}"] = decision(f"prefix-aware-{number}", "prefix-aware", name)
+
+    assert set(named) == set(verdict.DECISIONS)
+    shown = [*verdict.decision_legend(run), *verdict.LEGEND.splitlines()]
+    assert max(len(line) for line in shown) <= 80
+
+
+def test_only_decisions_that_occurred_are_explained() -> None:
+    assert [line.split()[0] for line in verdict.decision_legend(base(), ours())] == ["balanced-cold"]
 
 
 def test_net_saving_is_prefill_avoided_less_waiting() -> None:
