@@ -1,3 +1,4 @@
+# ruff: noqa: TID251, RUF100 - an adapter: the library it wraps is told through the environment how to log
 """One model's tokenizer and chat template, as the engine has them.
 
 transformers' Jinja renders, `tokenizers` encodes. Both come from one local directory; nothing is downloaded. When it is
