@@ -43,6 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> EngineConfig:
         help="serve a LoRA adapter (repeatable)",
     )
     add("--eos-one-in", type=int, default=256, help="natural ends: one token in so many; 0: never")
+    add("--kv-cache-metrics", action="store_true", help="histograms of how long blocks live in the cache")
     add("--dev-mode", action="store_true", help="serve /reset_prefix_cache (also VLLM_SERVER_DEV_MODE=1)")
     add("--ignore-salt", action="store_true", help="leave the salt out of block keys, to provoke wrong hits")
     options = vars(parser.parse_args(arguments))

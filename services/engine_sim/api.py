@@ -83,6 +83,10 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.", "min_tokens")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("Stream options can only be defined when `stream=True`.", "stream_options")
+        if self.prompt_logprobs is not None and self.prompt_logprobs < -1:
+            raise BadRequest("`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
         if self.n is not None and self.n < 1:
             raise BadRequest(f"n must be at least 1, got {self.n}.", "n")
         refused = {
@@ -90,7 +94,6 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
             "best_of": (self.best_of or 1) > 1,
             "echo": bool(self.echo),
             "logprobs": self.logprobs is not None and self.logprobs is not False,
-            "prompt_logprobs": self.prompt_logprobs is not None,
         }
         for field, asked in refused.items():
             if asked:
@@ -237,9 +240,6 @@ class Dialect:
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + orjson.dumps(self._chunk_base | {"choices": [], "usage": usage}) + b"\n\n"
-
-    def error_chunk(self, error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n"
 
     def whole(self, text: str, tokens: list[int], finish: str, stop: str | None, usage: dict[str, Any]) -> bytes:
         choice = {"index": 0} | self._message(text) | {"logprobs": None, "finish_reason": finish, "stop_reason": stop}

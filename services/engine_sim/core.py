@@ -77,7 +77,16 @@ class Totals(msgspec.Struct):
 class EngineCore:
     """`num_blocks` blocks of `block_size` tokens. Call `add_request`, then `step` (or `advance`) while `has_work`."""
 
-    def __init__(self, profile: Profile, *, block_size: int, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        pool: BlockPool | None = None,
+    ) -> None:
+        """`pool`: one of `num_blocks` that does more than the usual one."""
         if block_size < 1 or max_model_len < 1:
             raise ValueError(f"block_size {block_size} and max_model_len {max_model_len} must be positive")
         if profile.step_tokens < 1 or profile.max_num_seqs < 1:
@@ -87,7 +96,7 @@ class EngineCore:
         self.max_model_len = max_model_len
         self.longest = min(max_model_len, num_blocks * block_size)
         """Most tokens a sequence can reach: the model's limit or what memory holds."""
-        self.pool = BlockPool(num_blocks)
+        self.pool = pool or BlockPool(num_blocks)
         self.totals = Totals()
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -263,7 +272,8 @@ class EngineCore:
             return 0
         sequence = request.sequence
         length = sequence.length
-        reusable = (length - 1) // self.block_size  # the last token is always computed: its output is needed
+        # The last token is always computed: its output is needed.
+        reusable = 0 if request.skips_cache else (length - 1) // self.block_size
         sequence.ensure_keys(reusable)
         hits = pool.lookup(sequence.keys, reusable)
         if -(-length // self.block_size) - len(hits) + pool.unheld(hits) > pool.free_count:

@@ -5,13 +5,14 @@ are fed, once a request.
 
 Owns: names, labels, buckets.   Must not know: HTTP.   Units: seconds and ratios, as in vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .core import EngineCore
+from .lifetimes import Evicted
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _LABELS = ("model_name", "engine")
@@ -75,19 +76,37 @@ class _CoreCollector(Collector):
 
 
 class EngineMetrics:
-    def __init__(self, core: EngineCore, model: str) -> None:
+    def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_CoreCollector(core, model))
-
-        def histogram(name: str, text: str) -> Histogram:
-            metric = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=_SECONDS)
-            return metric.labels(model, "0")
-
+        self._model = model
+        histogram = self._histogram
         self._ttft = histogram("time_to_first_token_seconds", "time to first token")
         self._queue = histogram("request_queue_time_seconds", "time in the waiting queue")
         self._prefill = histogram("request_prefill_time_seconds", "from first scheduled to first token")
         self._decode = histogram("request_decode_time_seconds", "from first token to last")
         self._latency = histogram("e2e_request_latency_seconds", "from arrival to last token")
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        metric = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=_SECONDS)
+        return metric.labels(self._model, "0")
+
+    def read(self, core: EngineCore) -> None:
+        """From now on scrapes tell this core's numbers."""
+        self._registry.register(_CoreCollector(core, self._model))
+
+    def watch_evictions(self) -> Evicted:
+        """Adds the histograms of `--kv-cache-metrics`; what feeds them."""
+        lifetime = self._histogram("kv_block_lifetime_seconds", "from being taken to being evicted")
+        idle = self._histogram("kv_block_idle_before_evict_seconds", "from the last use to being evicted")
+        reuse_gap = self._histogram("kv_block_reuse_gap_seconds", "between two uses of a block")
+
+        def evicted(lived: float, idled: float, gaps: Sequence[float]) -> None:
+            lifetime.observe(lived)
+            idle.observe(idled)
+            for gap in gaps:
+                reuse_gap.observe(gap)
+
+        return evicted
 
     def first_token(self, waited_ms: float, queued_ms: float, prefill_ms: float) -> None:
         self._ttft.observe(waited_ms / 1000)

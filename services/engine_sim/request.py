@@ -34,7 +34,8 @@ LIFE = {
 
 
 class Request:
-    """`computed` tokens of `sequence` have KV in `blocks`; the first `registered` blocks can be found by key."""
+    """`computed` tokens of `sequence` have KV in `blocks`; the first `registered` blocks can be found by key. One that
+    `skips_cache` reads no block of others and leaves its own."""
 
     __slots__ = (
         "arrived_ms",
@@ -56,6 +57,7 @@ class Request:
         "request_id",
         "scheduled_ms",
         "sequence",
+        "skips_cache",
         "state",
     )
 
@@ -67,6 +69,7 @@ class Request:
         *,
         min_tokens: int = 0,
         ignore_eos: bool = False,
+        skips_cache: bool = False,
         namespace: EngineNamespace | None = None,
         now_ms: float = 0.0,
     ) -> None:
@@ -76,6 +79,7 @@ class Request:
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.ignore_eos = ignore_eos or sequence.virtual
+        self.skips_cache = skips_cache
         self.namespace = namespace or EngineNamespace()
         self.state = State.WAITING
         self.blocks: list[int] = []

@@ -23,8 +23,10 @@ from . import api, vocabulary
 from .chat import ChatTemplate
 from .core import DoesNotFit, EngineCore
 from .events import EventPublisher
+from .lifetimes import WatchedPool
 from .live import Generation, LiveEngine
 from .metrics import EngineMetrics
+from .pool import BlockPool
 from .profile import PRESETS
 from .request import Request
 from .sequence import NO_TOKEN, EngineNamespace, TokenSequence
@@ -64,13 +66,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """LoRA adapters, each served under its own model name."""
     eos_one_in: int = 256
     """A token is end-of-sequence once in so many, by the digest of all before it, unless ignored; 0: never."""
+    kv_cache_metrics: bool = False
+    """Histograms of how long blocks live in the cache."""
     dev_mode: bool = False
     """Serve /reset_prefix_cache, as vLLM does with VLLM_SERVER_DEV_MODE=1."""
     ignore_salt: bool = False
     """Leave the salt out of block keys: provokes wrong hits, to prove that they are detected."""
 
 
-def make_core(config: EngineConfig) -> EngineCore:
+def make_core(config: EngineConfig, pool: BlockPool | None = None) -> EngineCore:
     """:raises ValueError: a size makes no sense, or no such profile."""
     if config.profile not in PRESETS:
         raise ValueError(f"no profile {config.profile!r}; there are {', '.join(PRESETS)}")
@@ -82,6 +86,7 @@ def make_core(config: EngineConfig) -> EngineCore:
         block_size=config.block_size,
         num_blocks=config.num_gpu_blocks - 1,  # vLLM sets its null block apart
         max_model_len=config.max_model_len,
+        pool=pool,
     )
 
 
@@ -101,8 +106,12 @@ class EngineServer:
         self._wall = wall
         self._started = int(wall())
         self._chat = ChatTemplate(config.model_dir)
-        self._core = make_core(config)
-        self._metrics = EngineMetrics(self._core, config.served_model_name)
+        self._metrics = EngineMetrics(config.served_model_name)
+        pool = None
+        if config.kv_cache_metrics:
+            pool = WatchedPool(config.num_gpu_blocks - 1, time.monotonic, self._metrics.watch_evictions())
+        self._core = make_core(config, pool)
+        self._metrics.read(self._core)
         adapters = {name: number for number, name in enumerate(config.adapters, 1)}
         self._adapters = adapters
         self.engine = LiveEngine(self._core, texts.text, publisher=publisher, watcher=self._metrics, adapters=adapters)
@@ -113,6 +122,7 @@ class EngineServer:
             web.get("/v1/models", self.models),
             web.post("/tokenize", self.tokenize),
             web.get("/health", self.health),
+            web.get("/kv_event_sources", self.kv_event_sources),
             web.get("/metrics", self.metrics),
             web.get("/sim/stats", self.sim_stats),
             web.post("/sim/pause", self.sim_pause),
@@ -193,6 +203,7 @@ class EngineServer:
             max(1, self._core.longest - sequence.length) if max_tokens is None else max_tokens,
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
+            skips_cache=body.prompt_logprobs is not None,
             namespace=namespace,
             now_ms=self.engine.now_ms(),
         )
@@ -299,13 +310,29 @@ class EngineServer:
     async def health(self, http: web.Request) -> web.Response:
         return web.Response()
 
+    async def kv_event_sources(self, http: web.Request) -> web.Response:
+        """Where the events come from, as the engine was told; nothing where there are none."""
+        config = self._config
+        sources = []
+        if self._publisher is not None:
+            sources.append(
+                {
+                    "data_parallel_rank": 0,
+                    "endpoint": config.kv_events_endpoint,
+                    "replay_endpoint": config.kv_events_replay_endpoint,
+                    "topic": config.kv_events_topic,
+                }
+            )
+        return _json(orjson.dumps(sources))
+
     async def metrics(self, http: web.Request) -> web.Response:
         return web.Response(
             body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     async def reset_prefix_cache(self, http: web.Request) -> web.Response:
-        """HTTP 200 either way, as vLLM answers; the body tells whether it was done."""
+        """HTTP 200 either way, as vLLM answers; the body tells whether it was done. `reset_external` is taken and means
+        nothing: there is no connector."""
         running_too = http.query.get("reset_running_requests", "false").lower() in ("true", "1")
         return _json(orjson.dumps({"success": self._core.reset_prefix_cache(running_too)}))
 

@@ -357,6 +357,45 @@ async def test_a_reset_is_refused_while_requests_run_unless_they_are_reset_too(s
     assert (await engine.get("/sim/stats"))["totals"]["preemptions"] == 1
 
 
+async def test_a_reset_of_an_external_cache_is_taken_though_there_is_none(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+
+    assert await engine.post("/reset_prefix_cache?reset_external=true") == (200, {"success": True})
+
+
+async def test_prompt_logprobs_make_the_engine_skip_cache_reads(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    await engine.complete(PROMPT)
+
+    body = await engine.complete(PROMPT, prompt_logprobs=1)
+
+    assert cached(body) == 0
+    assert cached(await engine.complete(PROMPT)) == 20
+
+
+async def test_the_sources_of_events_are_told(start_engine: StartEngine, tmp_path: Path) -> None:
+    silent = await start_engine()
+    endpoint = f"ipc://{tmp_path}/events"
+    telling = await start_engine(kv_events_endpoint=endpoint, kv_events_topic="kv@w1")
+
+    assert await silent.get("/kv_event_sources") == []
+    assert await telling.get("/kv_event_sources") == [
+        {"data_parallel_rank": 0, "endpoint": endpoint, "replay_endpoint": None, "topic": "kv@w1"}
+    ]
+
+
+async def test_lifetimes_of_evicted_blocks_are_told_when_asked(start_engine: StartEngine) -> None:
+    engine = await start_engine(kv_cache_metrics=True, num_gpu_blocks=9)
+    await engine.complete(PROMPT, max_tokens=4)
+    await engine.complete([token + 100 for token in PROMPT], max_tokens=4)
+
+    told = await engine.text("/metrics")
+
+    for name in ("kv_block_lifetime", "kv_block_idle_before_evict", "kv_block_reuse_gap"):
+        assert f"vllm:{name}_seconds_bucket" in told
+    assert re.search(r"vllm:kv_block_lifetime_seconds_count\{[^}]*\} [1-9]", told)
+
+
 async def test_the_reset_exists_in_dev_mode_only(start_engine: StartEngine) -> None:
     engine = await start_engine(dev_mode=False)
 

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixbus.engine_sim.core import DoesNotFit, EngineCore, StepResult
+from prefixbus.engine_sim.lifetimes import WatchedPool
 from prefixbus.engine_sim.profile import H100_8B
 from prefixbus.engine_sim.request import Event, Request, State
 from prefixbus.engine_sim.sequence import EngineNamespace, TokenSequence, VirtualSequence, Vocabulary
@@ -386,6 +387,65 @@ def test_reuse_under_another_salt_is_counted_when_the_engine_ignores_salts() -> 
 
     assert thief.cached_tokens == 8
     assert core.totals.wrong_hits == 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "namespace"),
+    [
+        (range(9), EngineNamespace("a", "other adapter", "r1")),
+        (range(9), EngineNamespace("a", "adapter", "r2")),
+        (range(9), EngineNamespace("b", "adapter", "r1")),
+        (range(100, 109), EngineNamespace("a", "adapter", "r1")),
+        ([0, 1, 2, 3, 4, 5, 6, 99, 8], EngineNamespace("a", "adapter", "r1")),
+    ],
+    ids=["another adapter", "another revision", "another salt", "other tokens", "one other token"],
+)
+def test_reuse_of_anything_else_under_the_same_key_is_counted(ids: Iterable[int], namespace: EngineNamespace) -> None:
+    """As if keys collided, or the engine left something out of them."""
+    core = make_core()
+    owner = make_request(range(9), namespace=EngineNamespace("a", "adapter", "r1"))
+    run_alone(core, owner)
+    thief = make_request(ids, namespace=namespace)
+    thief.sequence.ensure_keys(2)
+    right = sum(own == other for own, other in zip(owner.sequence.keys[:2], thief.sequence.keys, strict=True))
+    thief.sequence.keys[:] = owner.sequence.keys[:2]
+
+    run_alone(core, thief)
+
+    assert thief.cached_tokens == 8
+    assert core.totals.wrong_hits == 2 - right
+
+
+def test_a_request_that_skips_the_cache_reads_nothing_and_leaves_its_blocks() -> None:
+    core = make_core()
+    run_alone(core, make_request(range(9)))
+    skipping = make_request(range(9))
+    skipping.skips_cache = True
+
+    run_alone(core, skipping)
+    again = make_request(range(9))
+    run_alone(core, again)
+
+    assert (skipping.cached_tokens, again.cached_tokens) == (0, 8)
+    assert core.pool.copies(again.sequence.keys[0]) == 2
+
+
+def test_a_watched_pool_tells_how_long_evicted_blocks_lived() -> None:
+    times = [0.0]
+    seen: list[tuple[float, float, list[float]]] = []
+    pool = WatchedPool(2, lambda: times[-1], lambda lived, idle, gaps: seen.append((lived, idle, list(gaps))))
+    (block,) = pool.allocate(1)
+    pool.register(block, 7, 7)
+    for at in (1.0, 3.0):
+        times.append(at)
+        pool.release([block])
+        pool.hold([block])
+    pool.release([block])
+
+    times.append(10.0)
+    pool.allocate(2)
+
+    assert seen == [(10.0, 7.0, [1.0, 2.0])]
 
 
 def test_the_own_salt_is_no_wrong_hit_even_when_the_engine_ignores_salts() -> None:

@@ -122,7 +122,7 @@ def test_a_salt_of_128_characters_is_fine() -> None:
         {"best_of": 2},
         {"echo": True},
         {"logprobs": 0},
-        {"prompt_logprobs": 1},
+        {"prompt_logprobs": -2},
         {"max_tokens": 0},
         {"stop": [""]},
         {"min_tokens": -1},
