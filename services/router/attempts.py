@@ -227,6 +227,17 @@ class Attempts:
         self._avoid()
         return (Effect.ABORT, *self._gone("lost"))
 
+    def of_another_life(self, attempt: int, worker: str, incarnation: int) -> Effects | None:
+        """None if this is a word on the attempt under way by the very life it was sent to (or on an earlier attempt).
+
+        Else two bridges may be listening there: the word of an older life, or of none, says nothing; that of a later
+        one, that the addressed life is over."""
+        if attempt != self.attempt or (worker, incarnation) == (self.worker, self.incarnation):
+            return None
+        if worker == self.worker and incarnation > self.incarnation:
+            return self.lost(worker, self.incarnation)
+        return ()
+
     def outcome(self, attempt: int) -> Effects:
         return self._step(Event.OUTCOME) if self._is_live(attempt) else ()
 

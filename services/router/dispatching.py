@@ -204,6 +204,10 @@ class Request:
 
     def hear_accept(self, accept: Accept) -> Effects:
         """A bridge's word on an attempt: taken, refused, given back, or about to publish its first frame."""
+        foreign = self.attempts.of_another_life(accept.attempt, accept.worker, accept.incarnation)
+        if foreign is not None:
+            self._desk.metrics.foreign_answers.inc()
+            return foreign
         self._stale = accept
         if accept.refused == STARTED:
             effects = self.attempts.started(accept.attempt)
@@ -223,6 +227,13 @@ class Request:
         return effects
 
     def hear_withdrawn(self, attempt: int, reply: ControlReply) -> Effects:
+        """A bridge that knows how far the attempt was is the one that had it; that it was not begun is believed of the
+        addressed life alone."""
+        if not reply.error:
+            foreign = self.attempts.of_another_life(attempt, reply.worker, reply.incarnation)
+            if foreign is not None:
+                self._desk.metrics.foreign_answers.inc()
+                return foreign
         return self.attempts.withdrawn(attempt, reply.error)
 
     def hear_outcome(self, outcome: Outcome) -> Effects:

@@ -45,6 +45,11 @@ class Metrics:
         self.failovers = Counter(
             "prefixbus_router_failovers", "Attempts given up, by reason.", ["reason"], registry=registry
         )
+        self.foreign_answers = Counter(
+            "prefixbus_router_foreign_answers",
+            "Answers to dispatches and aborts by another life of the worker than the one addressed.",
+            registry=registry,
+        )
         self.cached_tokens = Counter(
             "prefixbus_router_cached_tokens",
             "Cached tokens of requests whose engine reported them, predicted and actual.",

@@ -51,7 +51,9 @@ class FakeBridge:
         self.speaks_for = worker
         self.answer: Callable[[Dispatch], str | None] = lambda dispatch: ""
         self.streams = True
+        self.deaf_to_control = False
         self.queue_ms = 0.0
+        self.incarnation = 1
         self.dispatches: list[Dispatch] = []
         self.aborts: list[tuple[str, int]] = []
         self.stages: dict[tuple[str, int], str] = {}
@@ -87,7 +89,7 @@ class FakeBridge:
         values: dict[str, Any] = {
             "v": VERSION,
             "worker": self.speaks_for,
-            "incarnation": 1,
+            "incarnation": self.incarnation,
             "report": next(self._reports),
             "event_seq": 0,
             "model": MODEL,
@@ -129,7 +131,7 @@ class FakeBridge:
             client_request_id=label,
             attempt=dispatch.attempt,
             worker=self.worker,
-            incarnation=1,
+            incarnation=self.incarnation,
             tenant=TENANT,
             model=MODEL,
             ns_id=NS_ID.hex(),
@@ -150,7 +152,8 @@ class FakeBridge:
         await self.bus.publish(subjects.outcome(self.worker, dispatch.request_id), OUTCOME.encode(outcome))
 
     async def _say(self, dispatch: Dispatch, refused: str) -> None:
-        accept = Accept(VERSION, dispatch.request_id, dispatch.attempt, self.worker, 1, refused, self.queue_ms, 0)
+        request_id, attempt, life = dispatch.request_id, dispatch.attempt, self.incarnation
+        accept = Accept(VERSION, request_id, attempt, self.worker, life, refused, self.queue_ms, 0)
         await self.bus.publish(self._replies[dispatch.request_id, dispatch.attempt], ACCEPT.encode(accept))
 
     async def _beat(self) -> None:
@@ -174,6 +177,8 @@ class FakeBridge:
                 await self.end_answer(dispatch)
 
     async def _hear_abort(self, message: Msg) -> None:
+        if self.deaf_to_control:
+            return
         abort = ABORT.decode(message.data)
         attempt = (abort.request_id, abort.attempt)
         self.aborts.append(attempt)
@@ -182,7 +187,8 @@ class FakeBridge:
             self.stages[attempt] = "aborted"
         if message.reply:
             said = stage if stage in ("started", "ended") else ""
-            await self.bus.publish(message.reply, CONTROL_REPLY.encode(ControlReply(VERSION, self.worker, 1, said)))
+            reply = ControlReply(VERSION, self.worker, self.incarnation, said)
+            await self.bus.publish(message.reply, CONTROL_REPLY.encode(reply))
 
 
 class FakeDirectory:

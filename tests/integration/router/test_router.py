@@ -220,6 +220,38 @@ async def test_a_worker_that_nobody_is_behind_costs_no_time(world: World) -> Non
     await world.books_balance()
 
 
+@pytest.mark.parametrize("silent", [False, True], ids=["accepts", "is silent"])
+async def test_a_second_bridge_without_a_life_does_not_speak_for_the_first(world: World, silent: bool) -> None:
+    """Started while the first was paused, it refused what the first one took, and confirmed every withdrawal: each
+    request was answered twice."""
+    first, other = await world.bridge("w1"), await world.bridge("w2")
+    first.streams = False
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router(accept_timeout_ms=100.0 if silent else 60_000.0)
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    rival = await world.bridge("w1")
+    rival.incarnation = 0
+    rival.go_silent()
+    rival.answer = lambda dispatch: "wrong_incarnation"
+    if silent:
+        first.answer = lambda dispatch: None
+        first.deaf_to_control = True
+
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(first.dispatches and rival.dispatches), "both are asked")
+    expected = 3 if silent else 1
+    await eventually(
+        lambda: router.value("prefixbus_router_foreign_answers_total") >= expected, "the second one's word is counted"
+    )
+    await first.start_answer(first.dispatches[0])
+    await first.end_answer(first.dispatches[0])
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert other.dispatches == []
+    await world.books_balance()
+
+
 async def test_a_silent_worker_is_withdrawn_from_before_another_is_asked(world: World) -> None:
     silent, other = await world.bridge("w1"), await world.bridge("w2")
     world.directory.levels = [Level(6, ["w1"])]

@@ -146,6 +146,34 @@ def test_the_loss_of_another_worker_or_of_an_earlier_life_is_none_of_ours() -> N
     assert attempts.lost("w1", 4) == ()
 
 
+@pytest.mark.parametrize("word", [("w1", 4), ("w1", 0), ("w2", 5)], ids=["an older life", "no life", "another worker"])
+def test_the_word_of_another_life_is_no_answer(word: tuple[str, int]) -> None:
+    """A second bridge, started while the first was paused, refused every dispatch that the first one took; each
+    request was answered by two workers."""
+    attempts = Attempts(4)
+    attempts.decided("w1", 5)
+
+    assert attempts.of_another_life(1, *word) == ()
+    assert attempts.state is State.OFFERED
+
+
+def test_the_word_of_a_later_life_says_that_the_addressed_one_is_over() -> None:
+    attempts = Attempts(4)
+    attempts.decided("w1", 5)
+
+    assert attempts.of_another_life(1, "w1", 6) == (Effect.ABORT, Effect.TAKE_BACK, Effect.CHOOSE)
+    assert list(attempts.avoid) == [("w1", 5)]
+
+
+def test_the_word_of_the_addressed_life_and_of_earlier_attempts_is_heard_as_it_is() -> None:
+    attempts = accepted()
+    attempts.lost("w1", 1)
+    attempts.decided("w2", 7)
+
+    assert attempts.of_another_life(2, "w2", 7) is None
+    assert attempts.of_another_life(1, "w1", 1) is None
+
+
 def test_what_an_abandoned_attempt_says_is_answered_with_an_abort() -> None:
     attempts = accepted()
     attempts.lost("w1", 1)
