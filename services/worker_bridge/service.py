@@ -206,6 +206,7 @@ class Bridge:
         await rt.listen(subjects.control(worker, "abort"), messages.ABORT, self._on_abort)
         await rt.listen_plain(subjects.ALL_CANCEL, self._on_cancel)
         await rt.listen_plain(self.streams.nobody_subjects, self._on_nobody_there)
+        await rt.listen_plain(self.streams.facts.acks, self.streams.facts.heard)
 
     def _on_work(self, dispatch: Dispatch, message: Msg) -> None:
         job = messages.JOB.decode(dispatch.job)
@@ -377,6 +378,7 @@ class Bridge:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_TAIL_S - 1):
                 await self.streams.idle()
+                await self.streams.facts.idle()
                 await self._outbox.idle()
 
     def _watch_numbers(self) -> None:

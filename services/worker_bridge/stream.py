@@ -11,8 +11,9 @@ How an attempt ends, and who says so:
     the lease lapsed, the bus was    nothing but a word to the router, which has ended it or asked another worker
     lost, the name was taken         already, or does so now
 
-    before the first frame   the fact of a (possible) reuse is acknowledged by the record's stream, and the router is
-                             told that the answer starts: from then on it asks nobody else
+    before the first frame   the fact of a (possible) reuse is acknowledged by the record's stream (of a request that
+                             can have reused nothing it is on its way), and the router is told that the answer starts:
+                             from then on it asks nobody else
     every frame, the end     only under an unbroken lease and over an unbroken bus: else others may be answering
                              already, and what was published last may not have arrived
     silence                  keep-alives; they, and a frame now and then, carry a reply subject of ours, and the server
@@ -25,8 +26,7 @@ import asyncio
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import anyio
 import anyio.abc
@@ -49,7 +49,9 @@ from ..bus.outbox import Outbox
 from .admission import Admission, Left, Phase, Ticket
 from .blocks import BlockIndex
 from .chunks import ChunkWriter, Usage
+from .cold import ColdRequests
 from .engine import Engine, Generation, Progress
+from .facts import Facts
 from .heartbeat import Heartbeat
 from .hits import Answered, HitCheck
 from .metrics import BridgeMetrics
@@ -58,8 +60,6 @@ from .vetting import Params
 # A client that is gone is noticed within this and the server's answer: half of the second that it may cost.
 PROBE_S = 0.5
 _PULSE_S = 0.1
-# The record's stream answers in 0.2 ms; an attempt waits this long for it.
-_RECORD_S = 2.0
 # After an outage of the bus the end of an attempt is told if the bus is back within this of its deadline.
 _RECONNECT_S = 5.0
 
@@ -73,6 +73,7 @@ _PROBE_ANSWER_S = 0.1
 _HAND_OVER_AFTER_S = 1.0
 
 SERVICE = "worker_bridge"
+_NO_RECORD = "The record of reuse cannot be written."
 # `Accept.refused` of the notice that goes to the router just before the first frame.
 STARTED = "started"
 
@@ -134,6 +135,8 @@ class Streams:
         self.outbox = outbox
         self.salt_key = salt_key
         self.hits = HitCheck(index)
+        self.cold = ColdRequests(index)
+        self.facts = Facts(bus, subjects.audit(SERVICE, worker))
         self.caught = caught
         self.engine_doubted = engine_doubted
         self._tasks = tasks
@@ -168,7 +171,9 @@ class Streams:
         if not self._attempts:
             self._idle.clear()
         self._attempts[attempt.name] = attempt
-        self._tasks.start_soon(attempt.run)
+        self.cold.begins(started.dispatch.ns_id, attempt.name, self.clock.now())
+        # With a name of its own anyio need not make one up, which costs as much as the task.
+        self._tasks.start_soon(attempt.run, name=attempt.name)
 
     def stop(self, ticket: Ticket, error: PrefixbusError, told: Told = Told.ALL) -> bool:
         """Whether its first frame was on its way already."""
@@ -218,11 +223,9 @@ class Streams:
 
     def concluded(self, attempt: "Attempt") -> None:
         self._attempts.pop(attempt.name, None)
+        self.cold.ends(attempt.ns_id, attempt.name, self.clock.now())
         if not self._attempts:
             self._idle.set()
-
-    def spawn(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._tasks.start_soon(job)
 
     async def idle(self) -> None:
         await self._idle.wait()
@@ -231,6 +234,7 @@ class Streams:
         while True:
             await asyncio.sleep(_PULSE_S)
             now = self.clock.now()
+            self.facts.sweep(now)
             for attempt in list(self._attempts.values()):
                 if now - attempt.last_sent_at >= self._silence_s:
                     await attempt.keep_alive(now)
@@ -262,6 +266,7 @@ class Attempt:
         self.name = _name(self.ticket.request_id, self.ticket.attempt)
         self._streams = streams
         self._started = started
+        self.ns_id = started.dispatch.ns_id
         self._job = job = started.job
         self._writer = ChunkWriter(
             job.kind, job.namespace.model, job.request_id, job.created_at, include_usage=job.include_usage
@@ -280,6 +285,7 @@ class Attempt:
         self._told = Told.ALL
         self._over = False
         self._recorded = asyncio.Event()
+        self._not_recorded = False
         self.has_started = False
         self.listener_missed = False
         self.router_missed = False
@@ -308,7 +314,7 @@ class Attempt:
         try:
             try:
                 with self._scope:
-                    self._streams.spawn(self._record)
+                    self._record()
                     await self._generate()
                 if self._scope.cancelled_caught:
                     error = self._stopped or DeadlineExceeded()
@@ -356,7 +362,7 @@ class Attempt:
             engine_request_id=self.name,
             tokens=job.tokens,
             params=self._started.params,
-            salt=namespace.salt(streams.salt_key, self._started.dispatch.ns_id),
+            salt=namespace.salt(streams.salt_key, self.ns_id),
             traceparent=job.traceparent,
         )
         streams.admission.submitted(self.ticket)
@@ -385,7 +391,10 @@ class Attempt:
         streams = self._streams
         streams.admission.first_token(self.ticket, streams.clock.now())
         streams.heartbeat.changed()
-        await self._recorded.wait()
+        if not streams.cold.is_cold(self.ns_id, self.name):
+            await self._recorded.wait()
+            if self._not_recorded:
+                raise Unavailable(_NO_RECORD)
         await self._until_client_is_back()
         self._check_lease()
         self._tell_router(STARTED)
@@ -446,8 +455,8 @@ class Attempt:
         self.last_sent_at = now
         streams.metrics.frames.inc()
 
-    async def _record(self) -> None:
-        """The fact of a reuse: acknowledged before anything of the answer is published, or the attempt fails."""
+    def _record(self) -> None:
+        """The fact of a reuse, to be acknowledged before anything of the answer is published."""
         streams, ticket, job = self._streams, self.ticket, self._job
         fact = Fact(
             v=VERSION,
@@ -456,25 +465,25 @@ class Attempt:
             service=SERVICE,
             tenant=job.namespace.tenant,
             scope=job.namespace.scope,
-            ns_id=self._started.dispatch.ns_id.hex(),
+            ns_id=self.ns_id.hex(),
             request_id=ticket.request_id,
             worker=streams.worker,
             tokens=ticket.held_blocks * streams.index.block_size,
             decision=self._started.dispatch.decision,
         )
-        try:
-            await streams.bus.publish_acked(
-                subjects.audit(SERVICE, streams.worker),
-                FACT.encode(fact),
-                msg_id=f"reuse-{self.name}",
-                timeout_s=_RECORD_S,
-                attempts=1,
-            )
-        except PrefixbusError as exc:
-            streams.caught(exc, f"attempt {self.name}: the record did not acknowledge")
-            self.stop(Unavailable("The record of reuse cannot be written."))
-            return
-        self._recorded.set()
+        payload, msg_id = FACT.encode(fact), f"reuse-{self.name}"
+
+        def settled(failure: BusUnavailable | None) -> None:
+            if failure is not None:
+                streams.caught(failure, f"attempt {self.name}: the record did not acknowledge")
+                # It is recorded all the same, only later.
+                streams.outbox.put(subjects.audit(SERVICE, streams.worker), payload, msg_id)
+                self._not_recorded = True
+                if not (self._over or streams.cold.is_cold(self.ns_id, self.name)):
+                    self.stop(Unavailable(_NO_RECORD))
+            self._recorded.set()
+
+        streams.facts.put(self.name, msg_id, payload, streams.clock.now(), settled)
 
     # --- its end ---
 
@@ -563,7 +572,7 @@ class Attempt:
         if error is None and outcome.cached_tokens is not None:
             answered = Answered(
                 request_id=outcome.request_id,
-                ns_id=self._started.dispatch.ns_id,
+                ns_id=self.ns_id,
                 keys=self._started.keys,
                 cached_tokens=outcome.cached_tokens,
                 generation=self._started.generation,

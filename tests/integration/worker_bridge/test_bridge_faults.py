@@ -315,9 +315,13 @@ async def test_block_changes_during_an_outage_leave_a_gap_that_a_dump_mends(tmp_
 
 
 async def test_a_record_that_cannot_be_written_gives_the_request_back(tmp_path: Path) -> None:
-    """Nothing of an answer is published before the fact of its reuse is acknowledged."""
+    """Nothing of an answer is published before the fact of its reuse is acknowledged; where nothing can have been
+    reused the fact may come later, and does."""
     async with world(tmp_path, without_stream=subjects.STREAM_AUDIT) as here, here.serving() as bridge:
-        job = here.job(prompt(1, 20))
+        cold = here.job(prompt(1, 3 * BLOCK))
+        await here.ask(cold)
+        await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+        job = here.job(prompt(1, 3 * BLOCK))
         answer = await here.listen(job)
 
         await here.send(here.dispatch(job))
@@ -325,6 +329,10 @@ async def test_a_record_that_cannot_be_written_gives_the_request_back(tmp_path: 
         await eventually(lambda: last_word(here, job) == "unavailable", "given back")
         assert not answer.chunks and not answer.finals
         await here.until_idle(bridge)
+        await here.server.provision()
+        await eventually(lambda: "<Outbox 0 pending>" in repr(bridge.streams.outbox), "all are delivered", 10)
+        facts = await here.stored(subjects.STREAM_AUDIT, subjects.audit("worker_bridge", WORKER))
+        assert sorted(fact["request_id"] for fact in facts) == sorted([cold.request_id, job.request_id])
 
 
 async def test_a_lapsed_lease_leaves_all_in_hand_to_the_router(tmp_path: Path) -> None:
