@@ -10,7 +10,7 @@ import anyio
 import nats.errors
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from ..bus import messages, subjects
 from ..bus.runtime import Runtime
@@ -18,16 +18,25 @@ from ..bus.runtime import Runtime
 CONSUMER = "auditor"
 _BATCH = 256
 _WAIT_S = 2.0
+_FILL_EVERY_S = 10.0
+# A full stream refuses new facts, and with them every request that would reuse: said long before.
+FILL_ALARM = 0.8
 
 
 async def run(rt: Runtime) -> None:
     """Runs until `rt.stopping`."""
     facts = Counter("prefixbus_audit_facts", "Facts on the record, by kind.", ["kind"], registry=rt.registry)
     unreadable = Counter("prefixbus_audit_unreadable", "Records that are not facts of ours.", registry=rt.registry)
-    rt.ready()
+    reader = _Reader()
+    fill = Gauge("prefixbus_audit_fill_ratio", "Bytes of the record over its bound.", registry=rt.registry)
+    fill.set_function(lambda: reader.fill)
+    rt.ready(reader.not_ready_because)
+    rt.task_group.start_soon(_watch_fill, rt, reader)
     while not rt.stopping.is_set():
         try:
             subscription = await rt.bus.jetstream.pull_subscribe_bind(CONSUMER, subjects.STREAM_AUDIT)
+            await subscription.consumer_info()
+            reader.is_bound = True
             while not rt.stopping.is_set():
                 for message in await _fetch(subscription):
                     try:
@@ -39,9 +48,36 @@ async def run(rt: Runtime) -> None:
                     await message.ack()
         except (nats.errors.Error, APIError, OSError) as exc:
             # The bus reconnects by itself; what was not acknowledged comes again.
+            reader.is_bound = False
             rt.log.warning("reading the record: %s", exc or type(exc).__name__)
             with anyio.move_on_after(_WAIT_S):
                 await rt.stopping.wait()
+
+
+class _Reader:
+    """How the reading stands."""
+
+    def __init__(self) -> None:
+        self.is_bound = False
+        self.fill = 0.0
+
+    def not_ready_because(self) -> str:
+        if not self.is_bound:
+            return "the record is not being read"
+        if self.fill >= FILL_ALARM:
+            return f"the record is {self.fill:.0%} full; when it is full, nothing warm is served"
+        return ""
+
+
+async def _watch_fill(rt: Runtime, reader: _Reader) -> None:
+    while True:
+        try:
+            info = await rt.bus.jetstream.stream_info(subjects.STREAM_AUDIT)
+            if info.config.max_bytes:
+                reader.fill = info.state.bytes / info.config.max_bytes
+        except (nats.errors.Error, APIError, OSError, TimeoutError) as exc:
+            rt.log.warning("the record's size is not known: %s", exc or type(exc).__name__)
+        await anyio.sleep(_FILL_EVERY_S)
 
 
 async def _fetch(subscription: object) -> list[Msg]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -41,6 +42,8 @@ from .messages import Wire
 T = TypeVar("T")
 Run = Callable[["Runtime"], Awaitable[None]]
 DRAIN_S = 20.0
+# Of each kind of bus event, one line in this time.
+LOG_EVERY_S = 1.0
 
 
 class JsonLines(logging.Formatter):
@@ -79,6 +82,7 @@ class Runtime:
         self.stopping = anyio.Event()
         self.task_group: anyio.abc.TaskGroup
         self._ready_check: Callable[[], str] = lambda: "starting"
+        self._said_at: dict[str, float] = {}
         self._bus_events = Counter(
             "prefixbus_bus_events", "What happened to the connection to NATS.", ["kind"], registry=self.registry
         )
@@ -127,8 +131,12 @@ class Runtime:
 
     def bus_event(self, kind: str, detail: str) -> None:
         self._bus_events.labels(kind).inc()
-        level = logging.INFO if kind in ("reconnected", "recreated") else logging.WARNING
-        self.log.log(level, "bus: %s %s", kind, detail)
+        now = self.clock.now()
+        # A flood of dropped messages should not become a flood of lines; all of them are counted.
+        if now - self._said_at.get(kind, -math.inf) >= LOG_EVERY_S:
+            self._said_at[kind] = now
+            level = logging.INFO if kind in ("reconnected", "recreated") else logging.WARNING
+            self.log.log(level, "bus: %s %s", kind, detail)
 
     def caught(self, error: BaseException, what: str, **fields: object) -> None:
         """Counts and logs an error at the edge of the service; the traceback only for those nobody foresaw."""
@@ -165,7 +173,9 @@ def main(
             return runner.run(_serve(service, instance, state, config, seed, run, drain_s))
     except PrefixbusError as exc:
         logging.getLogger(service).error("cannot start: %s", exc.sentence(), extra={"fields": {"code": exc.code}})
-        return 1
+    except OSError as exc:
+        logging.getLogger(service).error("cannot start: %s (is [http] port taken?)", exc)
+    return 1
 
 
 async def _serve(
