@@ -182,6 +182,7 @@ async def _serve(running: "Deployment", new: "NewTenant | None", state: Path, mo
             else:
                 replace = f"{_program()} tenant demo --replace{_state_option(state)}"
                 _say(f"tokens were shown when they were made; a new one for tenant demo: {replace}")
+                _export_url(running.nats_url)
             _say("Ctrl-C stops everything.")
             await stop.wait()
 
@@ -411,15 +412,14 @@ def _say(line: str) -> None:
 
 def _introduce(new: "NewTenant", state: Path, url: str, *, model: str = DEFAULT_MODEL, when: str = "") -> None:
     """Shows a new token, now and never again, and what to type with it."""
-    from .cluster import deployment, guidance
+    from .cluster import guidance
 
     elsewhere = None if state == DEFAULT_STATE else state.absolute()
     ca = _ca_of(state)
     _say(f"tenant {new.tenant} ({new.label}): this token is shown once and stored hashed{'; ' + when if when else ''}:")
     _say("")
     typer.echo(f"export {TOKEN_VARIABLE}={new.token}")
-    if url != f"nats://127.0.0.1:{deployment.DEFAULT_PORT}":
-        typer.echo(f"export NATS_URL={url}")
+    _export_url(url)
     _say(guidance.send_command(new, _program(), elsewhere, model))
     _say("")
     _say("or, with nothing of ours, by natscli 0.4 or newer:")
@@ -427,6 +427,14 @@ def _introduce(new: "NewTenant", state: Path, url: str, *, model: str = DEFAULT_
     _say(guidance.nats_command(new, url, model, ca))
     _say("")
     _say(guidance.RANDOM_WORDS)
+
+
+def _export_url(url: str) -> None:
+    """Programs that expect NATS at its usual port need this line when it is elsewhere."""
+    from .cluster import deployment
+
+    if url != f"nats://127.0.0.1:{deployment.DEFAULT_PORT}":
+        typer.echo(f"export NATS_URL={url}")
 
 
 def _program() -> str:

@@ -279,6 +279,8 @@ def test_killing_up_leaves_no_process_behind_and_the_state_usable(tmp_path: Path
 
     asyncio.run(eventually(lambda: not [pid for pid in pids if is_running(pid)], "all are gone", 30))
     with Cluster(tmp_path, "--workers", "1") as again:
+        assert "tenant demo --replace" in again.said, "the token was shown to the first one"
+        assert f"export NATS_URL={again.url}" in again.said
         assert again.stop() == 0
 
 
