@@ -21,7 +21,7 @@ Must not know: NATS, timers, prices, messages."""
 
 import enum
 
-from ..bus.errors import Cancelled, DeadlineExceeded, Overloaded, PrefixbusError, WorkerLost, by_code
+from ..bus.errors import Cancelled, DeadlineExceeded, Overloaded, PrefixbusError, Unavailable, WorkerLost, by_code
 
 
 class State(enum.Enum):
@@ -38,6 +38,7 @@ class Event(enum.Enum):
     NOBODY = "nobody"  # no worker can take it
     ACCEPTED = "accepted"
     STARTED = "started"  # the bridge is about to publish its first frame
+    UNHEARD = "unheard"  # nobody listened; a bridge that lost its connection may be back in a moment
     SILENT = "silent"  # no answer in time
     FREED = "freed"  # nothing was published and nothing will be: another may be asked
     SPENT = "spent"  # the same, but nobody else will be asked
@@ -50,6 +51,7 @@ class Event(enum.Enum):
 class Effect(enum.Enum):
     CHOOSE = "choose"  # decide (again)
     SEND = "send"  # book, dispatch and announce the attempt
+    SEND_AGAIN = "send again"  # the same attempt, in a moment
     WITHDRAW = "withdraw"  # ask the worker to abort the attempt, and hear how far it was
     TAKE_BACK = "take back"  # unbook, and tell the other routers
     RELEASE = "release"  # unbook; the outcome told the others
@@ -68,6 +70,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     #
     (S.OFFERED, E.ACCEPTED): (S.ACCEPTED, ()),
     (S.OFFERED, E.STARTED): (S.STREAMING, ()),
+    (S.OFFERED, E.UNHEARD): (S.OFFERED, (F.SEND_AGAIN,)),
     (S.OFFERED, E.SILENT): (S.WITHDRAWING, (F.WITHDRAW,)),
     (S.OFFERED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.OFFERED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
@@ -117,9 +120,11 @@ class Unexpected(PrefixbusError):
 
 Effects = tuple[Effect, ...]
 
-# Refusals by name; all other reasons are codes of bus.errors, or mean the worker: wrong_incarnation, too_late, no_slot,
-# draining, superseded.
+# Refusals by name; all other reasons are codes of bus.errors, or mean the worker: wrong_incarnation, draining,
+# superseded, given_back.
 QUEUE_TOO_LONG = "queue_too_long"
+NO_SLOT = "no_slot"
+TOO_LATE = "too_late"
 ALREADY_STREAMING = "already_streaming"
 # Refusals that say something about the request and not about the worker are error codes; any other reason means: ask
 # somebody else. These are both, and mean the worker.
@@ -143,6 +148,7 @@ class Attempts:
         self.failovers: list[str] = []
         self.published = False
         self._max_attempts = max_attempts
+        self._is_unheard = False
         self._last_failure: PrefixbusError = WorkerLost()
 
     @property
@@ -158,6 +164,7 @@ class Attempts:
         self.attempt += 1
         self.worker = worker
         self.incarnation = incarnation
+        self._is_unheard = False
         return self._step(Event.DECIDED)
 
     def nobody(self, error: PrefixbusError) -> Effects:
@@ -186,17 +193,21 @@ class Attempts:
             self.error = self.error or kind()
         if reason == QUEUE_TOO_LONG:
             # Its true queue is known now; it may still be the best.
-            return self._freed("queue", Overloaded())
+            return self._freed("queue", _failure(reason))
         if reason == ALREADY_STREAMING:
             # An attempt we took for dead is not: a second answer must not begin.
             self.error = self.error or WorkerLost()
         self._avoid()
-        return self._freed("refused", Overloaded())
+        return self._freed("refused", _failure(reason))
 
     def unreachable(self, attempt: int) -> Effects:
-        """Nobody listens on the worker's subject, or the dispatch could not be sent."""
+        """Nobody listens on the worker's subject, or the dispatch could not be sent. Of a dispatch it is believed the
+        second time; nobody has the first."""
         if not self._is_current(attempt):
             return ()
+        if self.state is State.OFFERED and self.error is None and not self._is_unheard:
+            self._is_unheard = True
+            return self._step(Event.UNHEARD)
         self._avoid()
         return self._gone("unreachable")
 
@@ -290,3 +301,11 @@ class Attempts:
 
     def __repr__(self) -> str:
         return f"<Attempts {self.state.value} attempt={self.attempt} worker={self.worker or '-'}>"
+
+
+def _failure(reason: str) -> PrefixbusError:
+    """What a request ends with whose last attempt was refused for this."""
+    if reason in (QUEUE_TOO_LONG, NO_SLOT, TOO_LATE):
+        return Overloaded()
+    kind = by_code(reason)
+    return Unavailable(f"No worker took the request: {reason[:80]}.") if kind is PrefixbusError else kind()

@@ -70,6 +70,8 @@ KEEPALIVE_S = 1.0
 DEADLINE_GRACE_S = 2.0
 # Nothing is left of a request this long after its deadline, whatever went wrong.
 HARD_LIMIT_S = 30.0
+# A dispatch that nobody heard is sent once more after this: bridges look for the server every 0.25 s.
+SEND_AGAIN_S = 0.3
 # How long an announcement is believed beyond the time the request should take to its first token.
 ANNOUNCED_S = 10.0
 RETRY_AFTER_S = 1
@@ -196,6 +198,7 @@ class Request:
         self._decision: Decision | None = None
         self._stale: Accept | None = None
         self._code = ""
+        self._announced = 0
 
     def post(self, event: Callable[[], Effects]) -> None:
         """`event` tells the attempts what was heard; it is called in its turn."""
@@ -296,7 +299,9 @@ class Request:
                 case Effect.CHOOSE:
                     to_do.extend(self._choose())
                 case Effect.SEND:
-                    to_do.extend(await self._send())
+                    to_do.extend(self._send())
+                case Effect.SEND_AGAIN:
+                    self._send_again()
                 case Effect.WITHDRAW:
                     await self._withdraw()
                 case Effect.TAKE_BACK:
@@ -379,7 +384,7 @@ class Request:
         )
         return effects
 
-    async def _send(self) -> Effects:
+    def _send(self) -> Effects:
         """Books, dispatches, and announces what was decided, in this order: no message can overtake its booking."""
         route, desk, attempts, decision = self._route, self._desk, self.attempts, self._decision
         assert decision is not None
@@ -396,6 +401,12 @@ class Request:
         )
         if attempts.attempt == 1:
             desk.traffic.note(route.ns_id, route.keys)
+        return self._dispatch(decision)
+
+    def _dispatch(self, decision: Decision) -> Effects:
+        """Sends it, and announces it once; what else there is to do, if it could not be sent."""
+        route, desk, attempts = self._route, self._desk, self.attempts
+        wall = desk.clock.wall()
         accept_s = desk.settings.accept_timeout_ms / 1000
         dispatch = Dispatch(
             v=VERSION,
@@ -421,9 +432,25 @@ class Request:
         except PrefixbusError as exc:
             attempts.error = exc
             return attempts.unreachable(attempts.attempt)
-        to_first_token_s = decision.ranking[0].ttft_ms / 1000
-        await self._announce(attempts.worker, wall + min(left_s, 2 * to_first_token_s + ANNOUNCED_S), route.keys)
+        if self._announced < attempts.attempt:
+            self._announced = attempts.attempt
+            to_first_token_s = decision.ranking[0].ttft_ms / 1000
+            believed_s = min(route.deadline_at - wall, 2 * to_first_token_s + ANNOUNCED_S)
+            self._announce(attempts.worker, wall + believed_s, route.keys)
         return ()
+
+    def _send_again(self) -> None:
+        attempt = self.attempts.attempt
+        self._desk.metrics.unheard.inc()
+        self._stop("silent")
+        self._start("again", SEND_AGAIN_S, lambda: self.post(functools.partial(self._again, attempt)))
+
+    def _again(self, attempt: int) -> Effects:
+        """The dispatch that nobody heard, once more, unless its time is over."""
+        attempts, decision = self.attempts, self._decision
+        if decision is None or attempts.state is not State.OFFERED or attempts.attempt != attempt:
+            return ()
+        return self._dispatch(decision)
 
     async def _withdraw(self) -> None:
         """Asks the worker to abort the attempt and say how far it was. That nobody listens there is an answer, too: a
@@ -435,12 +462,12 @@ class Request:
         desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
 
     async def _take_back(self) -> None:
-        self._stop("silent")
+        self._stop("silent", "again")
         now = self._desk.clock.now()
         self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, now, never_ran=True)
-        await self._announce("", 0.0, b"")
+        self._announce("", 0.0, b"")
 
-    async def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
+    def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
         announced = Dispatched(
             v=VERSION,
             request_id=self._route.request_id,
@@ -466,7 +493,7 @@ class Request:
         if self.attempts.published:
             # Chunks went out before; only the bridge knew how many.
             del headers[subjects.HEADER_SEQ]
-        if isinstance(error, Overloaded):
+        if isinstance(error, Unavailable):
             headers["Retry-After"] = str(RETRY_AFTER_S)
         try:
             self._desk.bus.send(self._route.reply, b"", headers=headers)

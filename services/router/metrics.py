@@ -45,6 +45,11 @@ class Metrics:
         self.failovers = Counter(
             "prefixbus_router_failovers", "Attempts given up, by reason.", ["reason"], registry=registry
         )
+        self.unheard = Counter(
+            "prefixbus_router_dispatches_unheard",
+            "Dispatches that nobody heard, and that were sent once more.",
+            registry=registry,
+        )
         self.foreign_answers = Counter(
             "prefixbus_router_foreign_answers",
             "Answers to dispatches and aborts by another life of the worker than the one addressed.",

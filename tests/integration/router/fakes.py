@@ -65,17 +65,24 @@ class FakeBridge:
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> "FakeBridge":
-        self._subscriptions = [
-            await self.bus.subscribe(subjects.work(self.worker), self._hear_dispatch),
-            await self.bus.subscribe(subjects.control(self.worker, "*"), self._hear_abort),
-        ]
-        await self.bus.flush()
+        await self.be_back()
         self._beating = asyncio.create_task(self._beat())
         return self
 
     async def vanish(self) -> None:
         """As kill -9 does: no more heartbeats, and nobody listens."""
         self.go_silent()
+        await self.be_away()
+
+    async def be_back(self) -> None:
+        self._subscriptions = [
+            await self.bus.subscribe(subjects.work(self.worker), self._hear_dispatch),
+            await self.bus.subscribe(subjects.control(self.worker, "*"), self._hear_abort),
+        ]
+        await self.bus.flush()
+
+    async def be_away(self) -> None:
+        """Nobody listens."""
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
         await self.bus.flush()

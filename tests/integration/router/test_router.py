@@ -204,7 +204,7 @@ async def test_a_refusal_with_the_true_queue_leads_to_another_worker(world: Worl
     await world.books_balance()
 
 
-async def test_a_worker_that_nobody_is_behind_costs_no_time(world: World) -> None:
+async def test_a_worker_that_nobody_is_behind_costs_little_time(world: World) -> None:
     gone, other = await world.bridge("w1"), await world.bridge("w2")
     world.directory.levels = [Level(6, ["w1"])]
     router = await world.router(accept_timeout_ms=60_000.0, suspect_after_s=60.0, lost_after_s=120.0)
@@ -248,6 +248,25 @@ async def test_a_second_bridge_without_a_life_does_not_speak_for_the_first(world
     await world.ended(answer)
 
     assert answer.code == ""
+    assert other.dispatches == []
+    await world.books_balance()
+
+
+async def test_a_worker_that_was_away_for_a_moment_is_sent_to_again(world: World) -> None:
+    """A 503 of the server is no proof that a worker is gone: it drops who reads too slowly, and lets it in again."""
+    holder, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    await holder.be_away()
+
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: router.value("prefixbus_router_dispatches_unheard_total") == 1, "nobody heard it")
+    await holder.be_back()
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert [dispatch.attempt for dispatch in holder.dispatches] == [1]
     assert other.dispatches == []
     await world.books_balance()
 
@@ -337,6 +356,7 @@ async def test_without_a_worker_the_client_is_told_at_once(world: World) -> None
     await world.ended(answer)
 
     assert answer.code == "no_workers"
+    assert answer.header("Retry-After") == "1"
     await world.books_balance()
 
 

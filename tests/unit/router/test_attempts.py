@@ -84,6 +84,37 @@ def test_the_last_attempt_is_known_as_such_and_ends_with_its_failure() -> None:
     assert isinstance(attempts.error, Overloaded)
 
 
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("unavailable", "unavailable"),
+        ("engine_failed", "engine_failed"),
+        ("worker_lost", "worker_lost"),
+        ("no_slot", "overloaded"),
+        ("queue_too_long", "overloaded"),
+        ("too_late", "overloaded"),
+        ("draining", "unavailable"),
+    ],
+)
+def test_what_the_last_worker_refused_for_is_what_the_client_hears(reason: str, code: str) -> None:
+    """A record that did not acknowledge was told as `overloaded: Every worker is full.`"""
+    attempts = offered(max_attempts=1)
+
+    attempts.refused(1, reason)
+
+    assert attempts.error is not None
+    assert attempts.error.code == code
+
+
+def test_a_reason_that_is_no_code_is_named() -> None:
+    attempts = offered(max_attempts=1)
+
+    attempts.refused(1, "draining")
+
+    assert attempts.error is not None
+    assert "draining" in attempts.error.message
+
+
 def test_without_candidates_the_reason_is_told() -> None:
     attempts = Attempts(4)
 
@@ -121,6 +152,39 @@ def test_a_withdrawal_of_what_had_ended_is_its_end() -> None:
     attempts.silent(1)
 
     assert attempts.withdrawn(1, "ended") == (Effect.RELEASE,)
+
+
+def test_that_nobody_listens_is_believed_the_second_time() -> None:
+    """A bridge that the server dropped for its slowness is back a moment later."""
+    attempts = offered()
+
+    assert attempts.unreachable(1) == (Effect.SEND_AGAIN,)
+    assert attempts.state is State.OFFERED
+    assert attempts.unreachable(1) == (Effect.TAKE_BACK, Effect.CHOOSE)
+    assert list(attempts.avoid) == [("w1", 1)]
+
+
+def test_a_dispatch_that_nobody_heard_is_not_sent_again_to_where_a_withdrawal_was_not_heard() -> None:
+    attempts = offered()
+    attempts.silent(1)
+
+    assert attempts.unreachable(1) == (Effect.TAKE_BACK, Effect.CHOOSE)
+
+
+def test_a_request_that_nobody_wants_any_more_is_not_sent_again() -> None:
+    attempts = offered()
+    attempts.cancel()
+
+    assert attempts.unreachable(1) == (Effect.TAKE_BACK, Effect.ANSWER)
+
+
+def test_each_worker_is_sent_to_again() -> None:
+    attempts = offered()
+    attempts.unreachable(1)
+    attempts.unreachable(1)
+    attempts.decided("w2", 1)
+
+    assert attempts.unreachable(2) == (Effect.SEND_AGAIN,)
 
 
 def test_a_worker_lost_before_its_first_frame_is_replaced() -> None:
@@ -260,6 +324,8 @@ class OneStreamOneEnd(RuleBasedStateMachine):
                         self.act(attempts.nobody(NoWorkers()))
                 case Effect.SEND:
                     self.booked.add(attempts.attempt)
+                    self.down.append(("dispatch", attempts.worker, attempts.attempt))
+                case Effect.SEND_AGAIN:
                     self.down.append(("dispatch", attempts.worker, attempts.attempt))
                 case Effect.WITHDRAW | Effect.ABORT:
                     self.down.append(("abort", attempts.worker, attempts.attempt))
