@@ -36,6 +36,8 @@ class State(enum.Enum):
 class Event(enum.Enum):
     DECIDED = "decided"
     NOBODY = "nobody"  # no worker can take it
+    WAIT = "wait"  # no worker can take it now, but one may be back in a moment
+    LOOK = "look"  # that moment may be over
     ACCEPTED = "accepted"
     STARTED = "started"  # the bridge is about to publish its first frame
     UNHEARD = "unheard"  # nobody listened; a bridge that lost its connection may be back in a moment
@@ -50,6 +52,7 @@ class Event(enum.Enum):
 
 class Effect(enum.Enum):
     CHOOSE = "choose"  # decide (again)
+    WAIT = "wait"  # until the fleet is another, `waits_until` at most
     SEND = "send"  # book, dispatch and announce the attempt
     SEND_AGAIN = "send again"  # the same attempt, in a moment
     WITHDRAW = "withdraw"  # ask the worker to abort the attempt, and hear how far it was
@@ -64,6 +67,8 @@ S, E, F = State, Event, Effect
 
 TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.CHOOSING, E.DECIDED): (S.OFFERED, (F.SEND,)),
+    (S.CHOOSING, E.WAIT): (S.CHOOSING, (F.WAIT,)),
+    (S.CHOOSING, E.LOOK): (S.CHOOSING, (F.CHOOSE,)),
     (S.CHOOSING, E.NOBODY): (S.ENDED, (F.ANSWER,)),
     (S.CHOOSING, E.CANCEL): (S.ENDED, (F.ANSWER,)),
     (S.CHOOSING, E.DEADLINE): (S.ENDED, (F.ANSWER,)),
@@ -135,9 +140,10 @@ class Attempts:
     """The attempts of one request. Methods return the effects to carry out, in order.
 
     `error` is what the request ends with if the router has to answer; `avoid` the lives of workers not to ask again;
-    `failovers` why attempts were given up, in order; `published` whether frames of an attempt went out."""
+    `failovers` why attempts were given up, in order; `published` whether frames of an attempt went out; `waits_until`
+    how long, at most, it waits for a worker that is late (monotonic seconds)."""
 
-    def __init__(self, max_attempts: int) -> None:
+    def __init__(self, max_attempts: int, *, patience_s: float = 0.0) -> None:
         self.state = State.CHOOSING
         self.attempt = 0
         self.worker = ""
@@ -148,6 +154,8 @@ class Attempts:
         self.failovers: list[str] = []
         self.published = False
         self._max_attempts = max_attempts
+        self.waits_until: float | None = None
+        self._patience_s = patience_s
         self._is_unheard = False
         self._last_failure: PrefixbusError = WorkerLost()
 
@@ -165,12 +173,23 @@ class Attempts:
         self.worker = worker
         self.incarnation = incarnation
         self._is_unheard = False
+        self.waits_until = None
         return self._step(Event.DECIDED)
 
     def nobody(self, error: PrefixbusError) -> Effects:
         """No candidate; after failed attempts what they failed of says more than that nobody is left."""
         self.error = self._last_failure if self.attempt else error
         return self._step(Event.NOBODY)
+
+    def nobody_now(self, error: PrefixbusError, now: float) -> Effects:
+        """No candidate, but a worker that is only late with its heartbeat: waited for, `patience_s` at most."""
+        if self.waits_until is None:
+            self.waits_until = now + self._patience_s
+        return self._step(Event.WAIT) if now < self.waits_until else self.nobody(error)
+
+    def look(self) -> Effects:
+        """Those it waits for may be back, or lost."""
+        return self._step(Event.LOOK) if self.state is State.CHOOSING and self.waits_until is not None else ()
 
     def accepted(self, attempt: int) -> Effects:
         return self._step(Event.ACCEPTED) if self._is_live(attempt) else self._stale(attempt)

@@ -101,6 +101,8 @@ class Desk:
         self.in_hand: dict[str, Request] = {}
         self.by_label: dict[tuple[str, str], dict[str, Request]] = {}
         self.answered: dict[str, None] = {}
+        # Who waits for a late worker, by what the worker has to be: (model, serves).
+        self.waiting: dict[tuple[str, str], dict[str, Request]] = {}
         self.empty = asyncio.Event()
         self.empty.set()
         self.models = {name: cost.profile_of(name, section.profile) for name, section in rt.config.models.items()}
@@ -123,6 +125,7 @@ class Desk:
             del labelled[route.request_id]
             if not labelled:
                 del self.by_label[label]
+            self.waiting.get((route.model, route.serves), {}).pop(route.request_id, None)
             if not self.in_hand:
                 self.empty.set()
 
@@ -131,6 +134,16 @@ class Desk:
         for request in self.in_hand.values():
             if request.attempts.worker == lost.worker:
                 request.post(functools.partial(request.attempts.lost, lost.worker, lost.incarnation))
+
+    def look_around(self) -> None:
+        """Wakes those who wait for late workers of a model once one is there, or none is to be waited for."""
+        now = self.clock.now()
+        for (model, serves), requests in list(self.waiting.items()):
+            survey = self.fleet.survey(model, serves, now)
+            if survey.available or not survey.late:
+                del self.waiting[model, serves]
+                for request in requests.values():
+                    request.post(request.attempts.look)
 
     def cancelled(self, tenant: str, client_request_id: str) -> None:
         self.cancels.heard(tenant, client_request_id, self.clock.now())
@@ -187,7 +200,7 @@ class Request:
     """A request in hand."""
 
     def __init__(self, desk: Desk, route: Route) -> None:
-        self.attempts = Attempts(desk.settings.max_attempts)
+        self.attempts = Attempts(desk.settings.max_attempts, patience_s=desk.settings.lost_after_s)
         self._desk = desk
         self._route = route
         self._mailbox: deque[Callable[[], Effects]] = deque()
@@ -298,6 +311,8 @@ class Request:
             match to_do.popleft():
                 case Effect.CHOOSE:
                     to_do.extend(self._choose())
+                case Effect.WAIT:
+                    self._wait()
                 case Effect.SEND:
                     to_do.extend(self._send())
                 case Effect.SEND_AGAIN:
@@ -352,7 +367,9 @@ class Request:
         if attempts.avoid:
             available = [one for one in available if (one.name, one.worker.incarnation) not in attempts.avoid]
         if not available:
-            return attempts.nobody(_why_nobody(survey, route.model))
+            why = _why_nobody(survey, route.model)
+            is_one_late = any(life not in attempts.avoid for life in survey.late)
+            return attempts.nobody_now(why, now) if is_one_late else attempts.nobody(why)
         current = desk.policy
         shortlisted = shortlist(
             route,
@@ -383,6 +400,16 @@ class Request:
             subjects.journal(route.request_id), DECISION.encode(record), f"{route.request_id}.{attempts.attempt}"
         )
         return effects
+
+    def _wait(self) -> None:
+        """The desk looks around; past the bound the request does so itself."""
+        route, desk, waits_until = self._route, self._desk, self.attempts.waits_until
+        assert waits_until is not None
+        desk.metrics.waits.inc()
+        desk.waiting.setdefault((route.model, route.serves), {})[route.request_id] = self
+        # Not a hair too early: it would wait once more.
+        self._start("look", waits_until - desk.clock.now() + 0.01, lambda: self.post(self.attempts.look))
+        self._keep_alive()
 
     def _send(self) -> Effects:
         """Books, dispatches, and announces what was decided, in this order: no message can overtake its booking."""
@@ -422,8 +449,8 @@ class Request:
             job=route.job,
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
-        if "keepalive" not in self._timers:
-            self._start("keepalive", FIRST_KEEPALIVE_S, self._keepalive_is_due)
+        self._stop("look")
+        self._keep_alive()
         reply = f"{desk.bus.inbox_prefix}.{DISPATCHES}.{route.request_id}.{attempts.attempt}"
         try:
             desk.bus.send(subjects.work(attempts.worker), DISPATCH.encode(dispatch), reply=reply)
@@ -537,6 +564,11 @@ class Request:
     def _past_deadline(self) -> Effects:
         self.attempts.error = self.attempts.error or DeadlineExceeded()
         return self.attempts.deadline()
+
+    def _keep_alive(self) -> None:
+        """As long as no bridge does."""
+        if "keepalive" not in self._timers:
+            self._start("keepalive", FIRST_KEEPALIVE_S, self._keepalive_is_due)
 
     def _keepalive_is_due(self) -> None:
         self._start("keepalive", KEEPALIVE_S, self._keepalive_is_due)

@@ -51,10 +51,13 @@ class Available(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Who may be given a request, and why each other worker may not: model, busy, draining, suspect, lost."""
+    """Who may be given a request, and why each other worker may not: model, busy, draining, suspect, lost.
+
+    `late`: (worker, incarnation) of the suspects, who may be back in a moment."""
 
     available: list[Available]
     excluded: dict[str, str]
+    late: list[tuple[str, int]]
 
 
 T = TypeVar("T")
@@ -301,6 +304,7 @@ class Fleet:
         suspect_before = listened_s - self._suspect_after_s
         available = []
         excluded = {}
+        late = []
         for name, worker in self._workers.items():
             load = worker.load
             if load.serves != serves or load.model != model:
@@ -309,13 +313,14 @@ class Fleet:
                 excluded[name] = "lost"
             elif worker.heard_at < suspect_before:
                 excluded[name] = "suspect"
+                late.append((name, load.incarnation))
             elif load.draining:
                 excluded[name] = "draining"
             elif load.running + load.waiting + len(worker.queued) >= load.slots:
                 excluded[name] = "busy"
             else:
                 available.append(Available(name, worker.queue_ms(now), load.running, worker))
-        return Survey(available, excluded)
+        return Survey(available, excluded, late)
 
     # --- dispatches
 

@@ -45,6 +45,11 @@ class Metrics:
         self.failovers = Counter(
             "prefixbus_router_failovers", "Attempts given up, by reason.", ["reason"], registry=registry
         )
+        self.waits = Counter(
+            "prefixbus_router_waits",
+            "Waits of requests for a worker that was late with its heartbeat.",
+            registry=registry,
+        )
         self.unheard = Counter(
             "prefixbus_router_dispatches_unheard",
             "Dispatches that nobody heard, and that were sent once more.",

@@ -142,6 +142,7 @@ class Wires:
             for lost in desk.fleet.sweep(desk.clock.now()):
                 self._rt.log.warning("worker lost", extra={"fields": {"worker": lost.worker}})
                 desk.lost(lost)
+            desk.look_around()
             desk.metrics.in_hand.set(len(desk.in_hand))
             desk.metrics.in_flight.set(sum(desk.fleet.in_flight().values()))
             desk.metrics.workers.set(len(desk.fleet))

@@ -66,8 +66,11 @@ class FakeBridge:
 
     async def start(self) -> "FakeBridge":
         await self.be_back()
-        self._beating = asyncio.create_task(self._beat())
+        self.beat()
         return self
+
+    def beat(self) -> None:
+        self._beating = asyncio.create_task(self._beat())
 
     async def vanish(self) -> None:
         """As kill -9 does: no more heartbeats, and nobody listens."""

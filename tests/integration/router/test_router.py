@@ -360,6 +360,37 @@ async def test_without_a_worker_the_client_is_told_at_once(world: World) -> None
     await world.books_balance()
 
 
+async def test_while_all_workers_are_late_a_request_waits_and_its_client_hears_so(world: World) -> None:
+    bridge = await world.bridge("w1")
+    router = await world.router(suspect_after_s=0.4, lost_after_s=60.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    bridge.go_silent()
+    await eventually(lambda: router.knows(), "the worker is suspect")
+
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(answer.keepalives), "a keep-alive")
+    assert answer.ends == []
+    bridge.beat()
+    await world.ended(answer)
+
+    assert answer.code == ""
+    await world.books_balance()
+
+
+async def test_a_request_that_waits_for_late_workers_is_told_when_all_are_lost(world: World) -> None:
+    bridge = await world.bridge("w1")
+    router = await world.router(**FAST_LEASES)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    bridge.go_silent()
+    await eventually(lambda: router.knows(), "the worker is suspect")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "no_workers"
+    await world.books_balance()
+
+
 async def test_a_full_fleet_is_overload_and_says_when_to_come_again(world: World) -> None:
     await world.bridge("w1", slots=0)
     router = await world.router()

@@ -122,6 +122,44 @@ def test_without_candidates_the_reason_is_told() -> None:
     assert isinstance(attempts.error, NoWorkers)
 
 
+def test_a_worker_that_is_only_late_is_waited_for_within_bounds() -> None:
+    """Heartbeats that came 0.6 s late on a loaded machine failed requests with `no_workers`."""
+    attempts = Attempts(4, patience_s=3.0)
+
+    assert attempts.nobody_now(NoWorkers(), 100.0) == (Effect.WAIT,)
+    assert attempts.look() == (Effect.CHOOSE,)
+    assert attempts.nobody_now(NoWorkers(), 102.9) == (Effect.WAIT,)
+    assert attempts.waits_until == 103.0
+    assert attempts.look() == (Effect.CHOOSE,)
+    assert attempts.nobody_now(NoWorkers(), 103.0) == (Effect.ANSWER,)
+    assert isinstance(attempts.error, NoWorkers)
+
+
+def test_whoever_waited_for_a_worker_that_came_back_has_it_and_waits_anew_for_the_next() -> None:
+    attempts = Attempts(4, patience_s=3.0)
+    attempts.nobody_now(NoWorkers(), 100.0)
+    attempts.look()
+    attempts.decided("w1", 1)
+    attempts.refused(1, "no_slot")
+
+    assert attempts.nobody_now(NoWorkers(), 110.0) == (Effect.WAIT,)
+    assert attempts.waits_until == 113.0
+
+
+def test_a_look_around_that_comes_late_changes_nothing() -> None:
+    attempts = offered()
+
+    assert attempts.look() == ()
+
+
+def test_a_request_that_waits_for_a_late_worker_can_be_cancelled() -> None:
+    attempts = Attempts(4, patience_s=3.0)
+    attempts.nobody_now(NoWorkers(), 100.0)
+
+    assert attempts.cancel() == (Effect.ANSWER,)
+    assert attempts.look() == ()
+
+
 def test_after_a_loss_without_further_candidates_the_loss_is_told() -> None:
     attempts = accepted()
     attempts.lost("w1", 1)
@@ -300,7 +338,8 @@ class OneStreamOneEnd(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attempts = Attempts(4)
+        self.attempts = Attempts(4, patience_s=3.0)
+        self.all_are_late = False
         self.bridges = {name: Bridge(name) for name in ("w1", "w2", "w3")}
         # (kind, worker, attempt) on their way to bridges, and (kind, worker, attempt, detail) on their way back.
         self.down: list[tuple[str, str, int]] = []
@@ -318,7 +357,9 @@ class OneStreamOneEnd(RuleBasedStateMachine):
             match effect:
                 case Effect.CHOOSE:
                     free = [one for one in self.bridges.values() if (one.name, one.incarnation) not in attempts.avoid]
-                    if free:
+                    if free and self.all_are_late:
+                        self.act(attempts.nobody_now(NoWorkers(), 0.0))
+                    elif free:
                         self.act(attempts.decided(free[0].name, free[0].incarnation))
                     else:
                         self.act(attempts.nobody(NoWorkers()))
@@ -467,6 +508,11 @@ class OneStreamOneEnd(RuleBasedStateMachine):
         # Past the deadline or a cancel nobody waits for a worker that does not answer; it may yet end its answer.
         self.gave_up_waiting = self.gave_up_waiting or Effect.ANSWER in effects
         self.act(effects)
+
+    @rule(late=st.booleans())
+    def heartbeats_are(self, late: bool) -> None:
+        self.all_are_late = late
+        self.act(self.attempts.look())
 
     @precondition(lambda self: self.impatient)
     @rule()
