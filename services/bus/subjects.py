@@ -5,7 +5,7 @@
     pb.v1.route.<model>                      tokenizer -> router
     pb.v1.dir.lookup.<shard>                 router -> directory
     pb.v1.work.<worker>                      router -> bridge: a dispatch
-    pb.v1.ctl.<worker>.<verb>                to a bridge: ping, dump, reset, abort
+    pb.v1.ctl.<worker>.<verb>                to a bridge: ping, dump, reset, abort, status
     pb.v1.load.<worker>                      bridge -> all: heartbeat and load
     pb.v1.kv.<shard>.<worker>                bridge -> directory: block events        (stream KV_EVENTS)
     pb.v1.dispatched                         router -> routers, directory: a dispatch was sent

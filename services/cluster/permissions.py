@@ -183,6 +183,7 @@ def _router() -> Access:
             f"{subjects.PREFIX}.dir.lookup.*",
             subjects.work("*"),
             subjects.control("*", "abort"),
+            subjects.control("*", "status"),
             subjects.DISPATCHED,
             subjects.journal("*"),
             _TENANT_INBOXES,  # error frames

@@ -63,6 +63,7 @@ SUPERSEDED = "superseded"
 ALREADY_STREAMING = "already_streaming"
 GIVEN_BACK = "given_back"
 CANCELLED = "cancelled"
+RUNNING = "running"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 
 # Longer than a router goes on trying, and than a cancel is ahead of its request.
@@ -280,6 +281,15 @@ class Admission:
         """None for an attempt that is here, never was, or is forgotten."""
         known = self._answers.get(request_id)
         return known.left if known is not None and known.attempt == attempt and request_id not in self._active else None
+
+    def whereabouts(self, request_id: str, attempt: int) -> str:
+        """What a router that has heard nothing for long should know: the attempt is `running`, has `ended`, was
+        `given_back`, or broke off after it had `started`; empty if it is unknown here, or forgotten."""
+        ticket = self._active.get(request_id)
+        if ticket is not None and ticket.attempt == attempt:
+            return RUNNING
+        left = self.how_left(request_id, attempt)
+        return "" if left is None else left.value or GIVEN_BACK
 
     # --- inside ---
 

@@ -204,6 +204,7 @@ class Bridge:
         await rt.listen(subjects.control(worker, "dump"), messages.DUMP_REQUEST, self._on_dump)
         await rt.listen_plain(subjects.control(worker, "reset"), self._on_reset)
         await rt.listen(subjects.control(worker, "abort"), messages.ABORT, self._on_abort)
+        await rt.listen(subjects.control(worker, "status"), messages.ABORT, self._on_status)
         await rt.listen_plain(subjects.ALL_CANCEL, self._on_cancel)
         await rt.listen_plain(self.streams.nobody_subjects, self._on_nobody_there)
         await rt.listen_plain(self.streams.facts.acks, self.streams.facts.heard)
@@ -349,6 +350,9 @@ class Bridge:
         else:
             left = self.admission.how_left(abort.request_id, abort.attempt)
         self._reply(message, left.value if left is not None else "")
+
+    def _on_status(self, asked: Abort, message: Msg) -> None:
+        self._reply(message, self.admission.whereabouts(asked.request_id, asked.attempt))
 
     def _on_cancel(self, message: Msg) -> None:
         tenant, client_request_id = subjects.parse_cancel(message.subject)

@@ -349,6 +349,9 @@ class World:
     async def abort(self, job: Job, attempt: int = 1) -> ControlReply:
         return await self.control("abort", messages.ABORT.encode(Abort(VERSION, job.request_id, attempt)))
 
+    async def status(self, job: Job, attempt: int = 1) -> ControlReply:
+        return await self.control("status", messages.ABORT.encode(Abort(VERSION, job.request_id, attempt)))
+
     async def stored(self, stream: str, subject: str) -> list[dict[str, Any]]:
         """The JSON records of a stream."""
         found: list[dict[str, Any]] = []

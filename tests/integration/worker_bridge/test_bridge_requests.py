@@ -362,6 +362,19 @@ async def test_a_deadline_ends_the_answer(slow: World) -> None:
         await slow.until_idle(bridge)
 
 
+async def test_a_router_is_told_where_an_attempt_is(slow: World) -> None:
+    async with slow.serving() as bridge:
+        ended = slow.job(prompt(3, 20))
+        await slow.ask(ended)
+        streaming, _ = await begun(slow)
+
+        stages = [(await slow.status(job)).error for job in (ended, streaming, slow.job(prompt(4, 20)))]
+
+        assert stages == ["ended", "running", ""]
+        await slow.abort(streaming)
+        await slow.until_idle(bridge)
+
+
 async def test_an_abort_says_how_far_the_attempt_was(slow: World) -> None:
     async with slow.serving() as bridge:
         ended = slow.job(prompt(3, 20))

@@ -246,6 +246,21 @@ def test_how_far_an_attempt_was_is_known_afterwards() -> None:
     assert made.how_left("unknown", 1) is None
 
 
+def test_a_router_that_heard_nothing_for_long_is_told_where_its_attempt_is() -> None:
+    made = table()
+    let_in(made, offer("running"))
+    for left in Left:
+        made.end(let_in(made, offer(left.name)), 1.0, left)
+
+    assert made.whereabouts("running", 1) == "running"
+    assert {left: made.whereabouts(left.name, 1) for left in Left} == {
+        Left.ENDED: "ended",
+        Left.GIVEN_BACK: "given_back",
+        Left.BROKEN: "started",
+    }
+    assert (made.whereabouts("running", 2), made.whereabouts("unknown", 1)) == ("", "")
+
+
 def test_what_is_left_to_the_router_is_not_taken_again() -> None:
     """A repeat must not look like one that nothing was published of, nor like one that runs."""
     made = table()
