@@ -186,6 +186,10 @@ class Admission:
         return len(self._prefills)
 
     @property
+    def busy(self) -> bool:
+        return bool(self._active)
+
+    @property
     def prompt_tokens(self) -> int:
         """Of all requests here: the least KV they pin."""
         return self._prompt_tokens

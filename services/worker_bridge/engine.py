@@ -140,6 +140,7 @@ class VllmHttp:
 
     def __init__(self, url: str, model: str) -> None:
         self._url = url.rstrip("/")
+        self._completions = f"{self._url}/v1/completions"
         self._model = model
         # No limit on connections: admission bounds them. TCP_NODELAY is aiohttp's default.
         self._session = aiohttp.ClientSession(
@@ -148,6 +149,9 @@ class VllmHttp:
             # Engines are spoken to directly; a proxy variable in the environment must not see prompts.
             trust_env=False,
             auto_decompress=False,
+            # What no engine looks at need not be made for each request.
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             read_bufsize=256 * 1024,
         )
 
@@ -171,9 +175,7 @@ class VllmHttp:
         try:
             try:
                 with _translated():
-                    response = await self._session.post(
-                        f"{self._url}/v1/completions", data=orjson.dumps(body), headers=headers
-                    )
+                    response = await self._session.post(self._completions, data=orjson.dumps(body), headers=headers)
                     if response.status != 200:
                         raise _error(response.status, await response.content.read(64 * 1024))
             except TimeoutError as exc:

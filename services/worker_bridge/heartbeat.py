@@ -1,9 +1,10 @@
 # ruff: noqa: TID251 - a shell: it waits on the event loop
 """The worker's heartbeat: its lease with the directory and the routers, and its load.
 
-Sent on every change (a burst makes one) and at least every `period_s`; never kept for later. While it may not be sent
-the lease runs out, and whoever answers for the requests here gives them to others: after such a lapse none of them may
-go on, which `on_lapse` sees to.
+Sent on changes and at least every `period_s`; never kept for later. Small changes of a busy worker share a report,
+since each costs every listener as much as it costs here (40 us); what would mislead a router does not wait. While it
+may not be sent the lease runs out, and whoever answers for the requests here gives them to others: after such a lapse
+none of them may go on, which `on_lapse` sees to.
 
 Owns: when, and the count of reports.   Must not know: what is in a report.   Units: seconds, monotonic.
 Source: DESIGN 5 (Leases) and 7."""
@@ -16,9 +17,17 @@ from ..bus.clock import Clock
 from ..bus.connection import Bus
 from ..bus.errors import BusUnavailable
 
-# Changes within this time make one report: at most 200 a second (a report costs about 40 us here, as much again at
-# every listener).
-_COALESCE_S = 0.005
+# Between two reports; routers hear of each dispatch by its announcement.
+_COALESCE_S = 0.02
+# Between two reports if the second cannot wait.
+_AT_ONCE_S = 0.005
+# A change of the queue that may turn a decision: more than this, and more than a quarter.
+_MUCH_MS = 20.0
+
+
+def is_urgent(told_busy: bool, told_queue_ms: float, busy: bool, queue_ms: float) -> bool:
+    """Whether the load is so different from what was told that the next report should not wait."""
+    return (busy and not told_busy) or abs(queue_ms - told_queue_ms) > max(_MUCH_MS, told_queue_ms / 4)
 
 
 class Heartbeat:
@@ -49,17 +58,20 @@ class Heartbeat:
         self._sent_at: float | None = None
         self._tried_at = -_COALESCE_S
         self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Heartbeat {self._subject} sent {self.sent}, skipped {self.skipped}>"
 
-    def changed(self) -> None:
+    def changed(self, *, urgent: bool = True) -> None:
         self._changed.set()
+        if urgent:
+            self._urgent.set()
 
     def restart(self) -> None:
         """A new lease begins with the next report."""
         self._sent_at = None
-        self._changed.set()
+        self.changed()
 
     def lapsed(self) -> bool:
         """Whether others may have given the worker up since its last report."""
@@ -70,11 +82,19 @@ class Heartbeat:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._changed.wait()
-                    await asyncio.sleep(self._tried_at + _COALESCE_S - self._clock.now())
+                    await self._gather()
             self._changed.clear()
-            await self._beat()
+            self._urgent.clear()
+            self._beat()
 
-    async def _beat(self) -> None:
+    async def _gather(self) -> None:
+        """Lets more changes come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._tried_at + _COALESCE_S - self._clock.now()):
+                await self._urgent.wait()
+        await asyncio.sleep(self._tried_at + _AT_ONCE_S - self._clock.now())
+
+    def _beat(self) -> None:
         if self.lapsed():
             self._sent_at = None
             self._on_lapse()

@@ -22,7 +22,7 @@ from ..bus.runtime import DRAIN_S, Runtime
 from .admission import Admission, Left, Offer, Verdict
 from .blocks import BlockIndex
 from .engine import Engine, VllmHttp
-from .heartbeat import Heartbeat
+from .heartbeat import Heartbeat, is_urgent
 from .kv_feed import KvFeed
 from .life import Life, WorkerRecord, reply_of
 from .metrics import BridgeMetrics
@@ -78,6 +78,8 @@ class Bridge:
         self._report = 0
         self._accepted: list[str] = []
         self._accepted_reported = 0
+        self._told_busy = False
+        self._told_queue_ms = 0.0
         self._refused_facts = 0
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
@@ -121,6 +123,7 @@ class Bridge:
             index=self.index,
             admission=self.admission,
             heartbeat=self._heartbeat,
+            load_changed=self._load_changed,
             metrics=self.metrics,
             outbox=self._outbox,
             tasks=rt.task_group,
@@ -172,6 +175,8 @@ class Bridge:
             return None
         self._report += 1
         self._accepted_reported = len(self._accepted)
+        self._told_busy = admission.busy
+        self._told_queue_ms = queue_ms = admission.queue_ms(self._rt.clock.now())
         load = Load(
             v=VERSION,
             worker=self._worker,
@@ -180,7 +185,7 @@ class Bridge:
             event_seq=self._feed.seq,
             model=record.model,
             serves=record.serves,
-            queue_ms=admission.queue_ms(self._rt.clock.now()),
+            queue_ms=queue_ms,
             running=admission.running,
             waiting=admission.waiting,
             slots=admission.slots,
@@ -191,6 +196,11 @@ class Bridge:
             accepted=list(self._accepted),
         )
         return messages.LOAD.encode(load)
+
+    def _load_changed(self) -> None:
+        admission = self.admission
+        queue_ms = admission.queue_ms(self._rt.clock.now())
+        self._heartbeat.changed(urgent=is_urgent(self._told_busy, self._told_queue_ms, admission.busy, queue_ms))
 
     def _load_sent(self) -> None:
         del self._accepted[: self._accepted_reported]
@@ -247,7 +257,7 @@ class Bridge:
                 generation=self.index.generation,
             )
         )
-        self._heartbeat.changed()
+        self._load_changed()
 
     def _offer(self, dispatch: Dispatch, job: Job, keys: bytes) -> Offer:
         prompt_tokens = len(job.tokens) // 4

@@ -115,6 +115,7 @@ class Streams:
         index: BlockIndex,
         admission: Admission,
         heartbeat: Heartbeat,
+        load_changed: Callable[[], None],
         metrics: BridgeMetrics,
         outbox: Outbox,
         tasks: anyio.abc.TaskGroup,
@@ -131,6 +132,7 @@ class Streams:
         self.index = index
         self.admission = admission
         self.heartbeat = heartbeat
+        self.load_changed = load_changed
         self.metrics = metrics
         self.outbox = outbox
         self.salt_key = salt_key
@@ -219,7 +221,7 @@ class Streams:
         """The attempt is over: off the books."""
         if attempt.ticket.phase is not Phase.ENDED:
             self.admission.end(attempt.ticket, self.clock.now(), how)
-        self.heartbeat.changed()
+        self.load_changed()
 
     def concluded(self, attempt: "Attempt") -> None:
         self._attempts.pop(attempt.name, None)
@@ -390,7 +392,7 @@ class Attempt:
         """All that comes before the first frame."""
         streams = self._streams
         streams.admission.first_token(self.ticket, streams.clock.now())
-        streams.heartbeat.changed()
+        streams.load_changed()
         if not streams.cold.is_cold(self.ns_id, self.name):
             await self._recorded.wait()
             if self._not_recorded:
