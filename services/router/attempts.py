@@ -97,6 +97,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.ACCEPTED, E.STARTED): (S.STREAMING, ()),
     (S.ACCEPTED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.ACCEPTED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.ACCEPTED, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.ACCEPTED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
     (S.ACCEPTED, E.CANCEL): (S.ACCEPTED, ()),
     (S.ACCEPTED, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
@@ -131,6 +132,10 @@ QUEUE_TOO_LONG = "queue_too_long"
 NO_SLOT = "no_slot"
 TOO_LATE = "too_late"
 ALREADY_STREAMING = "already_streaming"
+# What a bridge says of an attempt that nothing was heard of for long; all else is as for `withdrawn`.
+RUNNING = "running"
+GIVEN_BACK = "given_back"
+UNKNOWN = ""
 # Refusals that say something about the request and not about the worker are error codes; any other reason means: ask
 # somebody else. These are both, and mean the worker.
 _OF_THE_WORKER = ("overloaded", "unavailable", "engine_failed", "worker_lost")
@@ -249,6 +254,15 @@ class Attempts:
         self.published = self.published or stage == "started"
         self._avoid()
         return self._gone("silent")
+
+    def found(self, attempt: int, where: str) -> Effects:
+        """The worker was asked about an attempt of which nothing was heard for long: it is running, given back, as
+        `withdrawn` says, or unknown; then it may have been answered, and nobody else is asked."""
+        if not self._is_current(attempt) or self.state not in (State.ACCEPTED, State.STREAMING) or where == RUNNING:
+            return ()
+        if where == UNKNOWN:
+            self.error = self.error or WorkerLost()
+        return self.withdrawn(attempt, "" if where == GIVEN_BACK else where)
 
     def lost(self, worker: str, incarnation: int) -> Effects:
         """The lease of this life of the worker ran out, or a newer life began."""

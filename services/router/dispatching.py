@@ -58,11 +58,14 @@ from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
 from .shortlist import shortlist
 from .traffic import Traffic
 
-# Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches and aborts.
+# Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches, aborts and questions.
 DISPATCHES = "d"
 ABORTS = "a"
+STATUSES = "s"
 # `Accept.refused` of the notice a bridge sends just before the first frame.
 STARTED = "started"
+# `ControlReply.error` about an attempt whose outcome was sent.
+ENDED = "ended"
 # The first keep-alive is due within 1 s (DESIGN 2).
 FIRST_KEEPALIVE_S = 0.8
 KEEPALIVE_S = 1.0
@@ -72,8 +75,15 @@ DEADLINE_GRACE_S = 2.0
 HARD_LIMIT_S = 30.0
 # A dispatch that nobody heard is sent once more after this: bridges look for the server every 0.25 s.
 SEND_AGAIN_S = 0.3
+# An accepted request of which nothing was heard for this long is asked after; then after twice as long, and so on.
+DOUBT_S = 5.0
+# An outcome that its bridge has sent is here within this, or lost.
+OUTCOME_LATE_S = 1.0
 # How long an announcement is believed beyond the time the request should take to its first token.
 ANNOUNCED_S = 10.0
+# It is believed this long beyond the time to accept it, if its worker does not list it as accepted: its router may be
+# gone, and would not take it back.
+UNLISTED_S = 2.0
 RETRY_AFTER_S = 1
 # Each holds its prompt until its first frame; beyond it new ones are refused.
 MAX_IN_HAND = 20_000
@@ -174,6 +184,7 @@ class Desk:
             announced.prefill_ms,
             now,
             until,
+            unlisted_until=now + self.settings.accept_timeout_ms / 1000 + UNLISTED_S,
         )
 
     def remember_answered(self, request_id: str) -> None:
@@ -212,6 +223,8 @@ class Request:
         self._stale: Accept | None = None
         self._code = ""
         self._announced = 0
+        # The attempt whose bridge said that it had ended.
+        self._said_ended = 0
 
     def post(self, event: Callable[[], Effects]) -> None:
         """`event` tells the attempts what was heard; it is called in its turn."""
@@ -240,6 +253,7 @@ class Request:
         if self.attempts.state in (State.ACCEPTED, State.STREAMING):
             # From here on the bridge keeps the client's line alive.
             self._stop("silent", "keepalive")
+            self._doubt(DOUBT_S)
         return effects
 
     def hear_withdrawn(self, attempt: int, reply: ControlReply) -> Effects:
@@ -251,6 +265,23 @@ class Request:
                 self._desk.metrics.foreign_answers.inc()
                 return foreign
         return self.attempts.withdrawn(attempt, reply.error)
+
+    def hear_status(self, attempt: int, reply: ControlReply) -> Effects:
+        """What the bridge says of an attempt of which nothing was heard for long."""
+        if not reply.error:
+            foreign = self.attempts.of_another_life(attempt, reply.worker, reply.incarnation)
+            if foreign is not None:
+                self._desk.metrics.foreign_answers.inc()
+                return foreign
+        if reply.error == ENDED and self._said_ended != attempt:
+            # Its outcome may be on its way.
+            self._said_ended = attempt
+            self._doubt(OUTCOME_LATE_S)
+            return ()
+        effects = self.attempts.found(attempt, reply.error)
+        if effects:
+            self._desk.metrics.ends_unheard.inc()
+        return effects
 
     def hear_outcome(self, outcome: Outcome) -> Effects:
         if outcome.attempt == self.attempts.attempt:
@@ -489,7 +520,7 @@ class Request:
         desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
 
     async def _take_back(self) -> None:
-        self._stop("silent", "again")
+        self._stop("silent", "again", "doubt")
         now = self._desk.clock.now()
         self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, now, never_ran=True)
         self._announce("", 0.0, b"")
@@ -550,6 +581,23 @@ class Request:
             handle = self._timers.pop(timer, None)
             if handle is not None:
                 handle.cancel()
+
+    def _doubt(self, seconds: float) -> None:
+        self._start("doubt", seconds, functools.partial(self._doubt_is_due, self.attempts.attempt, seconds))
+
+    def _doubt_is_due(self, attempt: int, seconds: float) -> None:
+        """Ends are heard at most once: asks the bridge whether this one was missed."""
+        attempts, desk = self.attempts, self._desk
+        if attempts.attempt != attempt or attempts.state not in (State.ACCEPTED, State.STREAMING):
+            return
+        self._doubt(2 * seconds)
+        request_id = self._route.request_id
+        with contextlib.suppress(BusUnavailable):
+            desk.bus.send(
+                subjects.control(attempts.worker, "status"),
+                ABORT.encode(Abort(VERSION, request_id, attempt)),
+                reply=f"{desk.bus.inbox_prefix}.{STATUSES}.{request_id}.{attempt}",
+            )
 
     def _silence_is_due(self, attempt: int) -> None:
         self.post(functools.partial(self.attempts.silent, attempt))

@@ -5,7 +5,7 @@
 A *booking* is one dispatch, our own or one another router announced. Its prefill counts on top of the report until
   (a) a report lists its request as accepted (that report's queue contains it), or is so much younger that it must;
   (b) the dispatch was refused, taken back, or its outcome is known; or
-  (c) it expires.
+  (c) it expires; one that another router announced does so early, unless a report lists its request.
 Until (b) or (c) it also counts as in flight. Messages of different senders overtake each other: what a report or an
 outcome said about a request that was not announced yet is remembered for a while.
 
@@ -92,16 +92,25 @@ class _Heard(Generic[T]):
 
 
 class _Booking:
-    __slots__ = ("attempt", "booked_at", "expires_at", "prefill_us", "request_id", "worker")
+    __slots__ = ("attempt", "booked_at", "expires_at", "prefill_us", "request_id", "until", "worker")
 
     def __init__(
-        self, request_id: str, attempt: int, worker: str, prefill_ms: float, booked_at: float, expires_at: float
+        self,
+        request_id: str,
+        attempt: int,
+        worker: str,
+        prefill_ms: float,
+        booked_at: float,
+        until: float,
+        expires_at: float,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.worker = worker
         self.prefill_us = _microseconds(prefill_ms)
         self.booked_at = booked_at
+        # `expires_at` becomes `until` once the worker is known to have it.
+        self.until = until
         self.expires_at = expires_at
 
 
@@ -265,8 +274,9 @@ class Fleet:
             worker.is_lost = False
             worker.set_queue(load.queue_ms, now)
         for request_id in load.accepted:
-            if request_id in worker.queued:
+            if request_id in worker.bookings:
                 worker.absorb(request_id)
+                self._believe(worker.bookings[request_id])
             elif request_id not in self._bookings and self._settled.get(request_id) is None:
                 self._accepted.put(request_id, load.worker, now)
         if worker.queued:
@@ -325,9 +335,19 @@ class Fleet:
     # --- dispatches
 
     def book(
-        self, request_id: str, attempt: int, worker: str, incarnation: int, prefill_ms: float, now: float, until: float
+        self,
+        request_id: str,
+        attempt: int,
+        worker: str,
+        incarnation: int,
+        prefill_ms: float,
+        now: float,
+        until: float,
+        *,
+        unlisted_until: float = math.inf,
     ) -> bool:
-        """This attempt (from 1) was dispatched there; it is believed until `until`.
+        """This attempt (from 1) was dispatched there; it is believed until `until`, or, as long as no report lists it
+        as accepted, until `unlisted_until`.
 
         False, and nothing is booked, if a later attempt is booked, this one is known to be over, or the worker is not
         known in this incarnation."""
@@ -341,9 +361,12 @@ class Fleet:
         state = self._workers.get(worker)
         if state is None or state.is_lost or state.load.incarnation != incarnation:
             return False
-        booking = self._bookings[request_id] = _Booking(request_id, attempt, worker, prefill_ms, now, until)
-        state.add(booking, queued=self._accepted.pop(request_id) != worker, now=now)
-        heapq.heappush(self._due, (until, request_id))
+        is_listed = self._accepted.pop(request_id) == worker
+        expires_at = until if is_listed else min(until, unlisted_until)
+        booking = _Booking(request_id, attempt, worker, prefill_ms, now, until, expires_at)
+        self._bookings[request_id] = booking
+        state.add(booking, queued=not is_listed, now=now)
+        heapq.heappush(self._due, (expires_at, request_id))
         return True
 
     def settle(self, request_id: str, attempt: int, now: float, *, never_ran: bool = False) -> None:
@@ -378,6 +401,12 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"<Fleet workers={len(self._workers)} in flight={len(self._bookings)}>"
+
+    def _believe(self, booking: _Booking) -> None:
+        """Its worker has it."""
+        if booking.expires_at < booking.until:
+            booking.expires_at = booking.until
+            heapq.heappush(self._due, (booking.until, booking.request_id))
 
     def _drop(self, booking: _Booking, *, never_ran: bool, now: float) -> None:
         del self._bookings[booking.request_id]

@@ -45,6 +45,11 @@ class Metrics:
         self.failovers = Counter(
             "prefixbus_router_failovers", "Attempts given up, by reason.", ["reason"], registry=registry
         )
+        self.ends_unheard = Counter(
+            "prefixbus_router_ends_unheard",
+            "Ends of accepted requests that were found out by asking the worker.",
+            registry=registry,
+        )
         self.waits = Counter(
             "prefixbus_router_waits",
             "Waits of requests for a worker that was late with its heartbeat.",

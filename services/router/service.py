@@ -26,7 +26,7 @@ from ..bus.messages import (
 )
 from ..bus.runtime import Runtime
 from . import policy
-from .dispatching import ABORTS, DISPATCHES, STARTED, Desk, Request
+from .dispatching import ABORTS, DISPATCHES, STARTED, STATUSES, Desk, Request
 from .policy import Policy
 
 QUEUE_GROUP = "router"
@@ -50,6 +50,7 @@ async def run(rt: Runtime) -> None:
     await rt.listen_plain(subjects.ALL_CANCEL, wires.cancel)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
+    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{STATUSES}.*.*", wires.status)
     await rt.bus.follow(POLICY_STREAM, POLICY_SUBJECT, wires.new_policy, start="last")
     await anyio.sleep(LEARN_S)
     requests = await rt.listen(subjects.ALL_ROUTE, ROUTE, wires.route, queue=QUEUE_GROUP)
@@ -113,6 +114,12 @@ class Wires:
             request.post(functools.partial(request.attempts.unreachable, attempt))
         else:
             request.post(functools.partial(request.hear_withdrawn, attempt, CONTROL_REPLY.decode(message.data)))
+
+    def status(self, message: Msg) -> None:
+        """A bridge's answer to the question where an attempt is. That nobody listens says nothing: it has a lease."""
+        request, _, attempt = self._asked(message)
+        if request is not None and not _nobody_listens(message):
+            request.post(functools.partial(request.hear_status, attempt, CONTROL_REPLY.decode(message.data)))
 
     async def new_policy(self, message: Msg) -> None:
         """An invalid policy is refused, and the one in force stays; without any, the configured one is."""

@@ -52,6 +52,9 @@ class FakeBridge:
         self.answer: Callable[[Dispatch], str | None] = lambda dispatch: ""
         self.streams = True
         self.deaf_to_control = False
+        self.forgets = False
+        # Whether outcomes are dropped on their way.
+        self.outcomes_get_lost = False
         self.queue_ms = 0.0
         self.incarnation = 1
         self.dispatches: list[Dispatch] = []
@@ -159,6 +162,8 @@ class FakeBridge:
             total_ms=2.0,
             ended_at=0.0,
         )
+        if self.outcomes_get_lost:
+            return
         await self.bus.publish(subjects.outcome(self.worker, dispatch.request_id), OUTCOME.encode(outcome))
 
     async def _say(self, dispatch: Dispatch, refused: str) -> None:
@@ -191,14 +196,22 @@ class FakeBridge:
             return
         abort = ABORT.decode(message.data)
         attempt = (abort.request_id, abort.attempt)
+        if message.subject.endswith(".status"):
+            stage = self.stages.get(attempt, "accepted" if attempt in self._replies else "")
+            where = {"accepted": "running", "started": "running", "aborted": "given_back"}.get(stage, stage)
+            await self._reply(message, "" if self.forgets else where)
+            return
         self.aborts.append(attempt)
         stage = self.stages.get(attempt, "")
         if stage != "ended":
             self.stages[attempt] = "aborted"
         if message.reply:
             said = stage if stage in ("started", "ended") else ""
-            reply = ControlReply(VERSION, self.worker, self.incarnation, said)
-            await self.bus.publish(message.reply, CONTROL_REPLY.encode(reply))
+            await self._reply(message, said)
+
+    async def _reply(self, message: Msg, said: str) -> None:
+        reply = ControlReply(VERSION, self.worker, self.incarnation, said)
+        await self.bus.publish(message.reply, CONTROL_REPLY.encode(reply))
 
 
 class FakeDirectory:

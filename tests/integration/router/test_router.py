@@ -327,6 +327,59 @@ async def test_a_worker_lost_after_its_first_frame_ends_the_answer_once(world: W
     await world.books_balance()
 
 
+async def test_an_end_that_was_not_heard_leaves_no_phantom_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropped outcome stayed on the books until the deadline."""
+    monkeypatch.setattr(dispatching, "DOUBT_S", 0.1)
+    monkeypatch.setattr(dispatching, "OUTCOME_LATE_S", 0.1)
+    bridge = await world.bridge("w1")
+    bridge.outcomes_get_lost = True
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall(), deadline_s=300.0)
+    await world.ended(answer)
+    await world.books_balance()
+    await router.rt.bus.flush()
+
+    assert answer.code == ""
+    assert router.value("prefixbus_router_ends_unheard_total") == 1
+
+
+async def test_a_giving_back_that_was_not_heard_is_found_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatching, "DOUBT_S", 0.1)
+    first, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    first.streams = False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(first.dispatches), "the first worker has it")
+    first.stages["R1", 1] = "given_back"
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert [dispatch.attempt for dispatch in other.dispatches] == [2]
+    await world.books_balance()
+
+
+async def test_a_request_that_its_worker_does_not_know_is_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatching, "DOUBT_S", 0.1)
+    first, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    first.streams = False
+    first.forgets = True
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "worker_lost"
+    assert other.dispatches == []
+    await world.books_balance()
+
+
 async def test_a_cancel_reaches_a_request_before_and_after_its_dispatch(world: World) -> None:
     bridge = await world.bridge("w1")
     bridge.streams = False

@@ -240,6 +240,38 @@ def test_a_worker_lost_after_its_first_frame_ends_the_answer() -> None:
     assert isinstance(attempts.error, WorkerLost)
 
 
+def test_a_lost_end_is_made_up_for_by_asking() -> None:
+    """An outcome that was dropped on its way stayed on the books until the deadline, 300 s later."""
+    attempts = streaming()
+
+    assert attempts.found(1, "running") == ()
+    assert attempts.found(1, "ended") == (Effect.RELEASE,)
+
+
+def test_what_was_given_back_unheard_is_given_to_another_worker() -> None:
+    attempts = accepted()
+
+    assert attempts.found(1, "given_back") == (Effect.TAKE_BACK, Effect.CHOOSE)
+
+
+@pytest.mark.parametrize("where", ["", "started"], ids=["forgotten", "broken off"])
+def test_what_may_have_been_answered_is_given_to_nobody_else(where: str) -> None:
+    attempts = accepted()
+
+    assert attempts.found(1, where) == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(attempts.error, WorkerLost)
+
+
+def test_where_an_attempt_was_is_old_news_once_it_is_not_under_way() -> None:
+    attempts = accepted()
+    attempts.refused(1, "draining")
+
+    assert attempts.found(1, "") == ()
+    attempts.decided("w2", 1)
+    assert attempts.found(1, "given_back") == ()
+    assert attempts.found(2, "") == ()
+
+
 def test_the_loss_of_another_worker_or_of_an_earlier_life_is_none_of_ours() -> None:
     attempts = Attempts(4)
     attempts.decided("w1", 5)
@@ -399,6 +431,10 @@ class OneStreamOneEnd(RuleBasedStateMachine):
             self.up.append(("accept", worker, attempt, answer))
         elif kind == "dispatch" and stage == "aborted":
             self.up.append(("accept", worker, attempt, "superseded"))
+        elif kind == "status":
+            broken = "started" if (worker, attempt) in self.published else "given_back"
+            where = {"accepted": "running", "streaming": "running", "ended": "ended", "": ""}.get(stage, broken)
+            self.up.append(("status", worker, attempt, where))
         elif kind == "abort":
             reply = {"streaming": "started", "ended": "ended"}.get(stage, "")
             if stage != "ended":
@@ -418,6 +454,8 @@ class OneStreamOneEnd(RuleBasedStateMachine):
                 effects = self.attempts.started(attempt)
             case "outcome":
                 effects = self.attempts.outcome(attempt)
+            case "status":
+                effects = self.attempts.found(attempt, detail)
             case _:
                 effects = self.attempts.withdrawn(attempt, detail)
         self.heard(effects, worker, attempt)
@@ -508,6 +546,11 @@ class OneStreamOneEnd(RuleBasedStateMachine):
         # Past the deadline or a cancel nobody waits for a worker that does not answer; it may yet end its answer.
         self.gave_up_waiting = self.gave_up_waiting or Effect.ANSWER in effects
         self.act(effects)
+
+    @precondition(lambda self: self.attempts.state in (State.ACCEPTED, State.STREAMING))
+    @rule()
+    def nothing_was_heard_for_long(self) -> None:
+        self.down.append(("status", self.attempts.worker, self.attempts.attempt))
 
     @rule(late=st.booleans())
     def heartbeats_are(self, late: bool) -> None:

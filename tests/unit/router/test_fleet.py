@@ -69,6 +69,32 @@ def test_a_reported_queue_shrinks_with_time_and_not_below_nothing() -> None:
     assert queue_ms(books, 0.2) == 0.0
 
 
+def test_an_announcement_that_no_report_lists_is_not_believed_for_long() -> None:
+    """Its router was killed before it could take it back, or its end was not heard."""
+    books = fleet(load())
+
+    books.book("refused", 1, "w1", 1, 50.0, 0.0, 60.0, unlisted_until=2.0)
+    books.book("accepted", 1, "w1", 1, 50.0, 0.0, 60.0, unlisted_until=2.0)
+    books.heard(load(report=2, accepted=["accepted", "early"]), 0.5)
+    books.book("early", 1, "w1", 1, 50.0, 0.6, 60.0, unlisted_until=2.0)
+    books.sweep(2.0)
+
+    assert books.in_flight() == {"w1": 2}
+    assert not any("refused" in left for left in books.idle())
+
+
+def test_an_announcement_that_a_report_lists_expires_when_it_said() -> None:
+    books = fleet(load())
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 2.8, unlisted_until=2.0)
+    books.heard(load(report=2, accepted=["r1"]), 0.5)
+    books.sweep(2.7)
+    before = books.in_flight()
+    books.sweep(2.8)
+
+    assert (before, books.in_flight()) == ({"w1": 1}, {"w1": 0})
+
+
 def test_a_dispatch_counts_until_the_report_that_contains_it() -> None:
     books = fleet(load(queue_ms=10.0))
 
