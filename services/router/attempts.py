@@ -47,7 +47,7 @@ class Event(enum.Enum):
     BROKEN = "broken"  # frames were published and the end never will be
     OUTCOME = "outcome"  # the bridge ended the answer
     CANCEL = "cancel"  # bridges hear cancels, too: whoever has accepted ends its answer itself
-    DEADLINE = "deadline"
+    DEADLINE = "deadline"  # nobody waits for it any more: that, or it was sent again
 
 
 class Effect(enum.Enum):
@@ -288,6 +288,11 @@ class Attempts:
     def cancel(self) -> Effects:
         self.error = self.error or Cancelled()
         return self._step(Event.CANCEL)
+
+    def sent_again(self) -> Effects:
+        """The client has sent the request once more, and listens to that sending."""
+        self.error = self.error or Cancelled("The request was sent again; the later sending is answered.")
+        return self._step(Event.DEADLINE)
 
     def deadline(self) -> Effects:
         self.error = self.error or DeadlineExceeded()

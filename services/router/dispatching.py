@@ -34,6 +34,7 @@ from ..bus.messages import (
     DISPATCH,
     DISPATCHED,
     HOLDINGS,
+    JOB,
     LOOKUP,
     VERSION,
     Abort,
@@ -124,6 +125,12 @@ class Desk:
             return
         request = Request(self, route)
         label = (route.tenant, route.client_request_id)
+        if label in self.by_label:
+            # The latest alone: whoever gives all requests one id must not make each be compared with all.
+            other = self.by_label[label][next(reversed(self.by_label[label]))]
+            if request.is_same_as(other):
+                older = request if request.created_at < other.created_at else other
+                older.post(older.attempts.sent_again)
         self.in_hand[route.request_id] = request
         self.by_label.setdefault(label, {})[route.request_id] = request
         self.empty.clear()
@@ -225,6 +232,24 @@ class Request:
         self._announced = 0
         # The attempt whose bridge said that it had ended.
         self._said_ended = 0
+
+    @property
+    def created_at(self) -> int:
+        return self._route.created_at
+
+    def is_same_as(self, other: "Request") -> bool:
+        """Whether they are two sendings of one request. An id alone does not say so: some clients have but one. One
+        that is streaming is heard by its client, and stays as it is."""
+        ours, theirs = self._route, other._route
+        if ours.reply == theirs.reply or not theirs.job:
+            return False
+        if (ours.model, ours.ns_id, ours.prompt_tokens) != (theirs.model, theirs.ns_id, theirs.prompt_tokens):
+            return False
+        try:
+            one, two = JOB.decode(ours.job), JOB.decode(theirs.job)
+        except PrefixbusError:
+            return False
+        return (one.kind, one.params, one.tokens) == (two.kind, two.params, two.tokens)
 
     def post(self, event: Callable[[], Effects]) -> None:
         """`event` tells the attempts what was heard; it is called in its turn."""

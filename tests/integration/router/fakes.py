@@ -301,7 +301,7 @@ class Client:
         whole = namespace.Namespace(TENANT, "", MODEL, "", "", "", "", "", "", "", "", BLOCK, bytes(16))
         job = Job(
             namespace=whole,
-            tokens=b"",
+            tokens=keys[:4] + b"tail",
             kind="completions",
             params=b"{}",
             include_usage=False,

@@ -402,6 +402,48 @@ async def test_a_cancel_reaches_a_request_before_and_after_its_dispatch(world: W
     assert router.value("prefixbus_router_requests_total", decision="none", code="cancelled") == 1
 
 
+async def test_a_request_that_is_sent_again_runs_once(world: World) -> None:
+    """Clients send again what they hear nothing of for 3 s; the first sending went on beside the second."""
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    first = await world.client.send(CLOCK.wall(), label="mine")
+    await eventually(lambda: len(bridge.dispatches) == 1, "it is dispatched")
+    again = await world.client.send(CLOCK.wall(), label="mine")
+    await world.ended(first)
+    late = await world.client.send(CLOCK.wall() - 3.0, label="mine")
+    await world.ended(late)
+    await eventually(lambda: len(bridge.dispatches) == 2, "the second sending is dispatched")
+    await bridge.start_answer(bridge.dispatches[1])
+    await bridge.end_answer(bridge.dispatches[1])
+    await world.ended(again)
+
+    assert (first.code, again.code, late.code) == ("cancelled", "", "cancelled")
+    assert bridge.aborts == [("R1", 1)]
+    assert len(bridge.dispatches) == 2
+    await world.books_balance()
+
+
+async def test_another_request_with_the_same_id_is_another_request(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answers = [await world.client.send(CLOCK.wall(), label="mine", keys=key * 48) for key in (b"k", b"l")]
+    await eventually(lambda: len(bridge.dispatches) == 2, "both are dispatched")
+    for dispatch in bridge.dispatches:
+        await bridge.start_answer(dispatch)
+        await bridge.end_answer(dispatch)
+    for answer in answers:
+        await world.ended(answer)
+
+    assert [answer.code for answer in answers] == ["", ""]
+    await world.books_balance()
+
+
 async def test_without_a_worker_the_client_is_told_at_once(world: World) -> None:
     await world.router()
 

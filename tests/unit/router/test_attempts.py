@@ -341,6 +341,15 @@ def test_a_cancelled_request_is_not_given_to_another_worker() -> None:
     assert isinstance(attempts.error, Cancelled)
 
 
+def test_a_request_that_was_sent_again_is_withdrawn_and_given_to_nobody_else() -> None:
+    waiting, running = Attempts(4), accepted()
+
+    assert waiting.sent_again() == (Effect.ANSWER,)
+    assert running.sent_again() == (Effect.WITHDRAW,)
+    assert running.withdrawn(1, "") == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(running.error, Cancelled)
+
+
 def test_past_the_deadline_a_worker_that_says_nothing_is_not_waited_for() -> None:
     attempts = accepted()
 
