@@ -1,5 +1,6 @@
 """Ids are those that transformers' own apply_chat_template gives, whatever is cut, memoised or covered on the way."""
 
+import asyncio
 import shutil
 from array import array
 from pathlib import Path
@@ -279,7 +280,7 @@ async def test_a_tokenizer_that_cannot_be_segmented_is_right_and_remembers_nothi
         [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     directory = models.write(tokenizer, "tiny-whole", models.CHATML_WITH_TOOLS)
-    model, at = TokenizerModel.load(directory), workshop()
+    model, at = await asyncio.to_thread(TokenizerModel.load, directory), workshop()
     assert not model.segmented
 
     await tokens(model, CHATS["system and turns"], at)

@@ -169,7 +169,7 @@ async def running(
     clock, bus = VirtualClock(), FakeBus()
     rt = Runtime("tokenizer", "t1", tmp_path, config, clock)
     rt.bus = bus  # type: ignore[assignment]  # the part of a bus that this service uses
-    loaded = service.load_model("tiny/1", section, tmp_path)
+    loaded = await asyncio.to_thread(service.load_model, "tiny/1", section, tmp_path)
     if tokenizer is not None:
         loaded = msgspec.structs.replace(loaded, tokenizer=tokenizer)
     served = Tokenizer(rt, {"tiny/1": loaded}, {"broken": "its files are gone"}, service.Metrics(rt.registry))

@@ -10,8 +10,10 @@ from support import models
 
 from prefixbus.bus.clock import VirtualClock
 from prefixbus.bus.config import LimitsSection
+from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.tokenizer import intake
 from prefixbus.tokenizer.memo import Memo
+from prefixbus.tokenizer.model import TokenizerModel
 from prefixbus.tokenizer.work import SLICE, SMALL_BYTES, Workshop, is_small
 
 T = TypeVar("T")
@@ -62,3 +64,11 @@ async def test_the_loop_turns_between_slices_of_a_prompt_of_many_pieces() -> Non
 )
 def test_a_body_is_small_in_bytes_and_in_parts(body: bytes, small: bool) -> None:
     assert is_small(body) is small
+
+
+async def test_what_blocks_the_loop_is_caught_in_every_test() -> None:
+    """The fixture in tests/conftest.py: loading a tokenizer takes seconds, and belongs in a thread."""
+    with pytest.raises(ConfigInvalid, match="BlockingError"):
+        TokenizerModel.load(models.tiny())
+
+    await asyncio.to_thread(TokenizerModel.load, models.tiny())
