@@ -328,7 +328,9 @@ def _shown(value: object, most: int) -> str:
 
 
 def _kind(value: Any) -> str:
-    return {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+    return {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}.get(
+        type(value), "a number"
+    )
 
 
 def _refuse(tree: dict[str, Any]) -> None:
