@@ -30,6 +30,7 @@ from ..bus.errors import (
     ConfigInvalid,
     DeadlineExceeded,
     ForgedReply,
+    Overloaded,
     PrefixbusError,
     Unavailable,
     UnknownModel,
@@ -49,6 +50,11 @@ KEEPALIVE_AFTER_S = 0.7
 TICK_S = 0.2
 # The server says within a round trip that nobody listens; after this long it will not.
 ROUTED_FOR_S = 5.0
+# What may wait or be worked on in one copy; beyond it requests are refused at once, for another copy or another time.
+MAX_IN_HAND = 2048
+MAX_BYTES_IN_HAND = 512 * 1024 * 1024
+# Seconds, in the header of that refusal.
+RETRY_AFTER_S = "1"
 # Subjects and namespaces of callers seen before are not worked out again.
 KNOWN_CALLERS = 4096
 # Forged replies waiting to be put on the record; beyond it they are only counted.
@@ -164,7 +170,9 @@ class Tokenizer:
         self._parse_subject = functools.lru_cache(KNOWN_CALLERS)(subjects.parse_infer)
         self._no_router = f"{subjects.service_inbox(SERVICE, rt.instance)}.nr"
         self._room = anyio.Semaphore(rt.config.tokenizer.max_in_work)
+        # Requests that are not done at once, in work or waiting for room, and the bytes of their bodies.
         self._in_hand: dict[str, _InHand] = {}
+        self._bytes_in_hand = 0
         metrics.in_work.set_function(lambda: len(self._in_hand))
         self._routed: OrderedDict[str, _Routed] = OrderedDict()
         self._facts, self._facts_to_record = anyio.create_memory_object_stream[Fact](FACTS_WAITING)
@@ -200,8 +208,8 @@ class Tokenizer:
         return f"<Tokenizer {self._rt.instance}: {sorted(self._models)}, {len(self._in_hand)} in hand, {self._memo!r}>"
 
     async def arrived(self, message: Msg) -> None:
-        """Takes one message in. What costs less than a task is done at once; for the rest there must be room: while
-        there is none, this waits, and holds up those behind it."""
+        """Takes one message in. What costs less than a task is done at once; the rest waits for room beside the others,
+        with keep-alives, and is refused when too much waits already."""
         in_hand = self._admitted(message)
         if in_hand is None:
             return
@@ -210,9 +218,15 @@ class Tokenizer:
         except Exception as exc:  # the edge: one request's failure is not the service's
             self._fail(in_hand, exc)
             return
-        if begun is not None:
-            await self._room.acquire()
-            self._tasks.start_soon(self._take, in_hand, begun)
+        if begun is None:
+            return
+        size = len(message.data)
+        if len(self._in_hand) >= MAX_IN_HAND or self._bytes_in_hand + size > MAX_BYTES_IN_HAND:
+            self._fail(in_hand, Overloaded("The tokenizer has too much in hand.", remedy="Try again in a second."))
+            return
+        self._in_hand[in_hand.request_id] = in_hand
+        self._bytes_in_hand += size
+        self._tasks.start_soon(self._take, in_hand, begun)
 
     def _admitted(self, message: Msg) -> _InHand | None:
         """None if it gets no answer: it has no reply, or a forged one."""
@@ -258,18 +272,18 @@ class Tokenizer:
         return None
 
     async def _take(self, in_hand: _InHand, begun: _Begun) -> None:
-        """Does what is left, in threads."""
-        self._in_hand[in_hand.request_id] = in_hand
+        """Does what is left, in threads, when there is room."""
         try:
             route = None
             with anyio.move_on_after(begun.envelope.deadline_at - self._rt.clock.wall()):
-                route = await self._tokenised(in_hand, begun)
+                async with self._room:
+                    route = await self._tokenised(in_hand, begun)
             self._hand_over(in_hand, begun, route)
         except Exception as exc:  # the edge, as above
             self._fail(in_hand, exc)
         finally:
             del self._in_hand[in_hand.request_id]
-            self._room.release()
+            self._bytes_in_hand -= len(in_hand.message.data)
 
     async def _tokenised(self, in_hand: _InHand, begun: _Begun) -> bytes:
         loaded, subject, at = begun.loaded, begun.subject, self._workshop
@@ -375,8 +389,11 @@ class Tokenizer:
         self._refuse(error, in_hand.message.reply, in_hand.label)
 
     def _refuse(self, error: PrefixbusError, reply: str, label: str) -> None:
+        headers = frames.error_headers(error, label)
+        if isinstance(error, Overloaded):
+            headers["Retry-After"] = RETRY_AFTER_S
         try:
-            self._rt.bus.send(reply, headers=frames.error_headers(error, label))
+            self._rt.bus.send(reply, headers=headers)
         except PrefixbusError as exc:
             self._rt.caught(exc, "a client could not be told", request_id=label)
 

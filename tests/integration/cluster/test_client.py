@@ -93,6 +93,8 @@ async def test_what_nobody_took_is_sent_again_when_somebody_could(server: NatsSe
         assert await asked == 0
 
 
+# nats-py leaves a connection open that a server refused while it was coming back.
+@pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")
 async def test_a_request_waits_for_a_server_that_restarts(server: NatsServer) -> None:
     async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
         server.kill()

@@ -364,6 +364,24 @@ async def test_what_waits_for_room_is_taken_in_order_and_ended_before_stopping(t
         assert lengths == sorted(set(lengths))
 
 
+async def test_what_is_too_much_is_refused_at_once_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    monkeypatch.setattr(service, "MAX_IN_HAND", 2)
+    async with running(tmp_path, held, max_in_work=1) as stage:
+        for number in range(3):
+            await stage.send({"prompt": LONG_TEXT + "1" * number})
+        await stage.send({"prompt": [1, 2]})
+
+        (refusal,) = [one for one in await stage.bus.sent_to(REPLY) if "Pb-Error" in one.headers]
+        assert refusal.headers["Pb-Error"] == "overloaded"
+        assert refusal.headers["Retry-After"] == "1"
+        assert (await stage.routed())[0].prompt_tokens == 2
+        held.go.set()
+        await stage.routed(count=3)
+
+
 async def test_what_is_small_waits_for_nobody(tmp_path: Path) -> None:
     held = HeldModel(models.load(models.tiny()))
     async with running(tmp_path, held, max_in_work=1) as stage:
