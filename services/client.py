@@ -29,7 +29,7 @@ from .bus.connection import Bus, NotAdmitted
 RESEND_AFTER_S = 3.0
 MAX_SENDS = 3
 # How long a request is tried while there is no bus, or nobody takes it: longer than any restart.
-UNREACHABLE_FOR_S = 10.0
+UNREACHABLE_FOR_S = 15.0
 RETRY_EVERY_S = 0.25
 # A message for a stream, or why none will come.
 Heard = Msg | errors.PrefixbusError

@@ -197,7 +197,8 @@ async def _serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, rt.stopping.set)
     http = await _serve_http(rt)
-    run_file = state / "run" / f"{instance}.json"
+    # With the pid: a second bridge of one worker's name is refused, and must not take the first one's file along.
+    run_file = state / "run" / f"{instance}.{os.getpid()}.json"
     try:
         await bus.check_streams(subjects.STREAMS_OF.get(service, ()))
         await _announce(bus.client, rt)

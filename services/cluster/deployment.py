@@ -71,7 +71,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """`run/<instance>.json`, written by each service process."""
+    """`run/<instance>.<pid>.json`, written by each service process."""
 
     service: str
     instance: str

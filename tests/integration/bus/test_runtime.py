@@ -30,9 +30,13 @@ class Service:
 
     def __init__(self, process: "subprocess.Popen[bytes]", state: Path, log: Path, operator: Bus) -> None:
         self.process = process
-        self.run_file = state / "run" / "w1.json"
+        self.run_files = state / "run"
         self._log = log
         self.operator = operator
+
+    def run_file(self) -> Path:
+        (found,) = self.run_files.glob("w1.*.json")
+        return found
 
     async def tell(self, verb: str, text: str = "") -> bytes:
         """The answer to a command (see support.tiny_service)."""
@@ -45,7 +49,7 @@ class Service:
         return answer
 
     def get(self, path: str) -> tuple[int, str]:
-        http = json.loads(self.run_file.read_text())["http"]
+        http = json.loads(self.run_file().read_text())["http"]
         try:
             with urllib.request.urlopen(f"{http}{path}", timeout=DEADLINE_S) as reply:
                 return reply.status, reply.read().decode().strip()
@@ -143,7 +147,7 @@ async def test_metrics_count_what_was_caught_at_the_edge_and_the_service_lives_o
 
 
 async def test_the_run_file_says_where_it_is_to_its_owner_alone_and_goes_with_it(service: Service) -> None:
-    content = json.loads(service.run_file.read_text())
+    content = json.loads(service.run_file().read_text())
     assert content == {
         "service": "worker_bridge",
         "instance": "w1",
@@ -151,12 +155,12 @@ async def test_the_run_file_says_where_it_is_to_its_owner_alone_and_goes_with_it
         "http": content["http"],
     }
     assert content["http"].startswith("http://127.0.0.1:")
-    assert service.run_file.stat().st_mode & 0o777 == 0o600
+    assert service.run_file().stat().st_mode & 0o777 == 0o600
 
     service.process.send_signal(signal.SIGTERM)
 
     assert await service.ends() == 0
-    assert not service.run_file.exists()
+    assert not list(service.run_files.glob("w1.*.json"))
 
 
 async def test_it_answers_the_services_protocol_also_on_a_client_made_anew(service: Service) -> None:
@@ -214,7 +218,7 @@ async def test_what_does_not_end_within_the_bound_is_cancelled(server: NatsServe
 
         assert await service.ends() == 0
         assert (await service.logs("work in hand did not end within 0.1 s"))["level"] == "warning"
-        assert not service.run_file.exists()
+        assert not list(service.run_files.glob("w1.*.json"))
 
 
 async def test_an_unforeseen_exception_ends_it_with_status_1_and_a_traceback(service: Service) -> None:
@@ -225,7 +229,7 @@ async def test_an_unforeseen_exception_ends_it_with_status_1_and_a_traceback(ser
     assert line["level"] == "error"
     assert "Traceback (most recent call last)" in line["exception"]
     assert line["exception"].endswith("LookupError: nobody foresaw this")
-    assert not service.run_file.exists()
+    assert not list(service.run_files.glob("w1.*.json"))
 
 
 def test_a_config_that_does_not_do_is_told_in_one_line(tmp_path: Path) -> None:
