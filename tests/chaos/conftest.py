@@ -1,6 +1,7 @@
 """One cluster for all of chaos: two workers, two copies of every service. Every test leaves it idle."""
 
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Generator, Iterator
 
 import pytest
 from support.cluster import Cluster
@@ -23,3 +24,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
     async with await cluster.client() as connected:
         yield connected
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Every failure names the seed by which it can be played again."""
+    report = yield
+    if report.failed and item.get_closest_marker("chaos"):
+        report.sections.append(("seed", f"CHAOS_SEED={os.environ.get('CHAOS_SEED', '1')} pytest {item.nodeid}"))
+    return report

@@ -15,7 +15,7 @@ from support.nats import NatsServer, eventually
 
 from prefixbus.bus.connection import NotAdmitted
 from prefixbus.bus.errors import BusPermissionDenied
-from prefixbus.client import Client
+from prefixbus.client import Client, Silence
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 BODY = {"messages": [{"role": "user", "content": "x"}]}
@@ -113,3 +113,37 @@ async def test_a_request_waits_for_a_server_that_restarts(server: NatsServer) ->
 
 async def collect(client: Client) -> int:
     return len([frame async for frame in client.stream("smollm2", BODY)])
+
+
+async def test_a_sending_that_was_swallowed_is_sent_again_under_the_same_id(server: NatsServer) -> None:
+    tokenizer = await server.bus("tokenizer")
+    heard: list[str] = []
+
+    async def answer_the_second(message: Msg) -> None:
+        heard.append((message.headers or {})["Pb-Request-Id"])
+        if len(heard) == 2:
+            await tokenizer.publish(message.reply, b"", headers={"Pb-Final": "1", "Pb-Seq": "0"})
+
+    await tokenizer.subscribe("pb.v1.infer.>", answer_the_second, queue="tokenizer")
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        async for _ in client.stream("smollm2", BODY, request_id="r1", resend_after_s=0.2):
+            pass
+
+    assert heard == ["r1", "r1"]
+
+
+async def test_a_sending_that_was_heard_of_is_not_sent_again(server: NatsServer) -> None:
+    tokenizer = await server.bus("tokenizer")
+    heard: list[str] = []
+
+    async def keep_alive_and_die(message: Msg) -> None:
+        heard.append(message.reply)
+        await tokenizer.publish(message.reply, b'{"choices":[]}')
+
+    await tokenizer.subscribe("pb.v1.infer.>", keep_alive_and_die, queue="tokenizer")
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        with pytest.raises(Silence):
+            async for _ in client.stream("smollm2", BODY, resend_after_s=0.2):
+                pass
+
+    assert len(heard) == 1
