@@ -19,3 +19,10 @@ def test_the_paths_that_the_readme_names_exist() -> None:
 
     assert named
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_performance_page_has_a_figure_for_every_service() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+
+    for service in ("tokenizer", "router", "directory", "bridge", "nats-server", "auditor", "callout"):
+        assert re.search(rf"^\| {service} \| \d+\.\d+ \| \d+\.\d+ \|", page, re.MULTILINE), service
