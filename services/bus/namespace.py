@@ -87,10 +87,10 @@ def parse_salt(key: bytes, text: str) -> bytes | None:
     except (binascii.Error, ValueError):
         return None
     namespace_id = raw[:NS_ID_BYTES]
-    if len(raw) != NS_ID_BYTES + _MAC_BYTES or not hmac.compare_digest(raw[NS_ID_BYTES:], _mac(key, namespace_id)):
+    if len(raw) != NS_ID_BYTES + _MAC_BYTES:
         return None
-    # Base 32 has spare bits in its last character: one salt, one spelling.
-    return namespace_id if salt(key, namespace_id) == text else None
+    # Made anew and compared whole: the MAC must be ours, and base 32's spare bits allow no second spelling.
+    return namespace_id if hmac.compare_digest(salt(key, namespace_id).encode(), text.encode()) else None
 
 
 def _mac(key: bytes, namespace_id: bytes) -> bytes:
