@@ -108,7 +108,9 @@ class TokenizerModel:
             return cls(directory, revisions, hf)
         except ConfigInvalid:
             raise
-        except Exception as exc:  # a foreign file in foreign code: any exception means that it cannot be used
+        except BaseException as exc:  # a foreign file in foreign code: any exception means that it cannot be used
+            if not (isinstance(exc, Exception) or _is_panic(exc)):
+                raise
             raise ConfigInvalid(
                 f"cannot be loaded ({type(exc).__name__}: {' '.join(str(exc).split())[:300]}).",
                 field=str(directory),
@@ -189,6 +191,12 @@ class TokenizerModel:
     def __repr__(self) -> str:
         how = "whole" if not self.segmented else "in pieces" if self.segmenter.cuttable else "by special tokens"
         return f"<TokenizerModel {self.vocab_size} tokens, {how}, content as {self.content_format}>"
+
+
+def _is_panic(exc: BaseException) -> bool:
+    """Whether Rust code panicked: pyo3 raises that as a BaseException, which would pass every edge and end the process.
+    Its class can be imported from nowhere."""
+    return type(exc).__name__ == "PanicException"
 
 
 def pack(ids: Sequence[int]) -> bytes:
