@@ -483,10 +483,12 @@ class Bus:
             await subscription.start()
             await self.flush()
         except BusUnavailable:
+            # It may be there all the same; whoever tries again would hear everything twice.
+            await subscription.unsubscribe()
             self._raise_if_denied(subject)
             raise
         self._raise_if_denied(subject)
-        self._subscriptions.append(subscription)
+        self._subscriptions = [*(each for each in self._subscriptions if not each.ended), subscription]
         return subscription
 
     def _raise_if_denied(self, subject: str) -> None:

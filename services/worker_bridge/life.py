@@ -3,6 +3,10 @@
 
     engine answers -> its events are whole -> hands shaken -> registered (an incarnation) -> serving -> lost -> again
 
+Dispatches are listened for only in between the last three: one to a worker without a life should be told by the server
+that nobody is there, and cost its router nothing. What a bridge without a life answers, routers take for a second
+bridge's word, and wait for the first one's.
+
 The stream sequence of a registration is the incarnation. Whatever loses the engine (its process, its address, its
 events' connection) ends the incarnation: running requests fail, all it held is void, and the next life begins. An
 engine that is there and silent keeps its incarnation, but the worker is silent too.
@@ -13,7 +17,7 @@ Source: DESIGN 5 (Leases) and 7."""
 import asyncio
 import contextlib
 import secrets
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -36,6 +40,7 @@ _REFUSED_RETRY_S = 2.0
 _EVENTS_WITHIN_S = 10.0
 _PING_S = 0.5
 _RIVAL_EVERY_S = 2.0
+_OTHER_NAME = "Give this one another name, or stop the other."
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -55,6 +60,12 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 class Follower(Protocol):
     """Who follows the worker's lives."""
+
+    async def hear_work(self) -> None:
+        """A life is about to begin, and dispatches with its first heartbeat. :raises BusUnavailable: not now."""
+
+    async def hear_no_work(self) -> None:
+        """It is over, or did not begin."""
 
     def born(self, incarnation: int) -> None: ...
 
@@ -99,34 +110,45 @@ class Life:
         return f"<Life {self.record.worker} incarnation {self.incarnation} {self.why_not or 'serving'}>"
 
     async def run(self) -> None:
+        """:raises WorkerRefused: another bridge has taken the name while this one had no life."""
         while True:
             try:
-                await self._until_engine_is_whole()
+                session = await self._until_engine_is_whole()
                 await self._shake_hands()
-                await self._register()
+                later = await self._later_rival()
+                if later is None:
+                    await self._register(session)
             except PrefixbusError as exc:
                 self._say_why_not(exc.sentence())
+                await self._follower.hear_no_work()
                 await asyncio.sleep(_REFUSED_RETRY_S if isinstance(exc, WorkerRefused) else _RETRY_S)
                 continue
+            if later is not None:
+                self._step_down(later)
             await self._until_engine_is_lost()
             self._end("the engine was lost")
+            await self._follower.hear_no_work()
 
     def doubt_engine(self) -> None:
         """It failed a request: look at once whether it is there."""
         self._look.set()
 
-    async def _until_engine_is_whole(self) -> None:
-        """:raises WorkerLost, EngineFailed: not yet; the sentence says what is missing."""
+    async def _until_engine_is_whole(self) -> asyncio.Event:
+        """The connection to its events, which `ended` replaces.
+
+        :raises WorkerLost, EngineFailed: not yet; the sentence says what is missing."""
         try:
             await self._engine.health()
         except TimeoutError as exc:
             raise WorkerLost(str(exc)) from exc
         try:
             async with asyncio.timeout(_EVENTS_WITHIN_S):
-                await self._caught_up.wait()
+                session = self._caught_up
+                await session.wait()
         except TimeoutError as exc:
             reason = self.events.failure or "their replay is not complete"
             raise WorkerLost(f"The engine's events do not come: {reason}.") from exc
+        return session
 
     async def _shake_hands(self) -> None:
         record = self.record
@@ -144,11 +166,11 @@ class Life:
             )
         self.record = msgspec.structs.replace(record, kv_tokens=facts.kv_tokens or record.kv_tokens)
 
-    async def _register(self) -> None:
+    async def _register(self, session: asyncio.Event) -> None:
         subject = f"$KV.{subjects.BUCKET_WORKERS}.{self.record.worker}"
         record = msgspec.structs.replace(self.record, registered_at=self._rt.clock.wall())
-        session = self._caught_up
         incarnation = await self._rt.bus.publish_acked(subject, msgspec.json.encode(record))
+        await self._follower.hear_work()
         if session is not self._caught_up:
             raise WorkerLost("The engine was lost while the worker registered.")
         self._lost = asyncio.Event()
@@ -229,20 +251,30 @@ class Life:
         if other is not None:
             raise WorkerRefused(
                 f"Another bridge serves {self.record.worker} (incarnation {other.incarnation}).",
-                remedy="Give this one another name, or stop the other.",
+                remedy=_OTHER_NAME,
             )
 
     async def watch_rivals(self) -> None:
         """Two that started at once, or one that was paused while another took its name: the later registration stays,
-        since everyone else has voided the earlier one already.
+        since everyone else has voided the earlier one already; and one without a life makes way for one that has it.
 
-        :raises WorkerRefused: this is the earlier one."""
+        :raises WorkerRefused: this is the one that makes way."""
         while True:
             await asyncio.sleep(_RIVAL_EVERY_S)
-            other = await self._ping()
-            if other is not None and 0 < self.incarnation < other.incarnation:
-                self._end("another bridge has taken the name", replaced=True)
-                raise WorkerRefused(f"Another bridge has registered as {self.record.worker} since.")
+            later = await self._later_rival()
+            if later is not None:
+                self._step_down(later)
+
+    async def _later_rival(self) -> int | None:
+        """The incarnation of a bridge of this name that has registered after this one, if one answers."""
+        other = await self._ping()
+        return other.incarnation if other is not None and other.incarnation > self.incarnation else None
+
+    def _step_down(self, later: int) -> NoReturn:
+        self._end("another bridge has taken the name", replaced=True)
+        raise WorkerRefused(
+            f"Another bridge has registered as {self.record.worker} since (incarnation {later}).", remedy=_OTHER_NAME
+        )
 
     def is_own_ping(self, payload: bytes) -> bool:
         return payload == self.record.boot.encode()

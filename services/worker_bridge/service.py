@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 
 from ..bus import blockkeys, identity, messages, namespace, revision, subjects
 from ..bus.config import ModelSection
+from ..bus.connection import Subscription
 from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
 from ..bus.messages import VERSION, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
 from ..bus.outbox import Outbox
@@ -81,6 +82,7 @@ class Bridge:
         self._told_busy = False
         self._told_queue_ms = 0.0
         self._refused_facts = 0
+        self._work: Subscription | None = None
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
         self.admission = Admission(config.bridge.slots)
@@ -150,6 +152,14 @@ class Bridge:
 
     # --- the worker's lives (a Follower) ---
 
+    async def hear_work(self) -> None:
+        self._work = await self._rt.listen(subjects.work(self._worker), messages.DISPATCH, self._on_work)
+
+    async def hear_no_work(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            await work.unsubscribe()
+
     def born(self, incarnation: int) -> None:
         self.admission.incarnation = incarnation
         self._report = 0
@@ -209,7 +219,6 @@ class Bridge:
 
     async def _subscribe(self) -> None:
         rt, worker = self._rt, self._worker
-        await rt.listen(subjects.work(worker), messages.DISPATCH, self._on_work)
         await rt.listen_plain(subjects.control(worker, "ping"), self._on_ping)
         await rt.listen(subjects.control(worker, "dump"), messages.DUMP_REQUEST, self._on_dump)
         await rt.listen_plain(subjects.control(worker, "reset"), self._on_reset)

@@ -218,7 +218,7 @@ class World:
     async def bridge(self, engine: Engine | None = None, **options: Any) -> AsyncIterator[Bridge]:
         """A bridge as its process runs it, in this one."""
         rt = Runtime("worker_bridge", WORKER, self.server.state, self.config, self.clock)
-        rt.bus = await self.server.bus("worker_bridge", WORKER)
+        rt.bus = await self.server.bus("worker_bridge", WORKER, echo=False)
         engine = engine or VllmHttp(self.engine.url, MODEL)
         wanted = BridgeOptions(
             worker=WORKER,

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from nats.aio.msg import Msg
 from support.nats import eventually
 
 from prefixbus.bus import messages, subjects
 from prefixbus.bus.clock import Clock
-from prefixbus.bus.errors import WorkerRefused
+from prefixbus.bus.errors import BusUnavailable, WorkerRefused
 from prefixbus.bus.messages import KvEvents
+from prefixbus.worker_bridge import life
 from prefixbus.worker_bridge.engine import Generation, Progress, VllmHttp
 
 from .bridge_world import BLOCK, MODEL, WORKER, Answer, World, prompt, world
@@ -33,6 +35,15 @@ def words(at: World, job: messages.Job, attempt: int = 1) -> list[str]:
 
 def last_word(at: World, job: messages.Job, attempt: int = 1) -> str:
     return words(at, job, attempt)[-1]
+
+
+async def hears_no_work(at: World) -> bool:
+    """Whether the server itself tells a router that no bridge listens there: then it asks another worker at once."""
+    try:
+        await at.router.request(subjects.work(WORKER), timeout_s=0.5)
+    except BusUnavailable as exc:
+        return "nobody listens" in str(exc)
+    raise AssertionError("bytes that are no dispatch were answered")
 
 
 # -- the engine
@@ -56,7 +67,7 @@ async def test_a_killed_engine_voids_its_incarnation_and_the_next_one_serves(tmp
         await eventually(lambda: last_word(here, waiting) == "worker_lost", "the other is given back")
         assert not silent.chunks and not silent.finals
         await eventually(lambda: not bridge.life.incarnation, "the incarnation is over")
-        assert (await here.send(here.dispatch(here.job(prompt(3, 20))))).refused == "wrong_incarnation"
+        await eventually(lambda: hears_no_work(here), "it hears no dispatch any more")
 
         await here.engine.start()
         load = await here.until_serving(bridge, after=before)
@@ -75,6 +86,7 @@ async def test_an_engine_may_come_after_its_bridge(tmp_path: Path) -> None:
     async with world(tmp_path, start=False) as here, here.bridge() as bridge:
         await eventually(lambda: "cannot be reached" in bridge.life.why_not, "the reason why it does not serve")
         assert not here.loads
+        assert await hears_no_work(here)
 
         await here.engine.start()
 
@@ -136,7 +148,7 @@ async def test_an_address_that_another_engine_has_taken_is_not_used(tmp_path: Pa
 
         await eventually(lambda: "another/model" in bridge.life.why_not, "the reason", 10)
 
-        assert (await here.send(here.dispatch(here.job(prompt(1, 20))))).refused == "wrong_incarnation"
+        assert await hears_no_work(here)
 
 
 async def test_evictions_are_told(tmp_path: Path) -> None:
@@ -216,23 +228,62 @@ async def test_a_second_bridge_of_the_same_name_is_refused(tmp_path: Path) -> No
         await here.ask(here.job(prompt(1, 20)))
 
 
+async def a_rival(at: World) -> int:
+    """Another bridge that lives under the same name; its incarnation."""
+    rival = await at.server.bus("worker_bridge", WORKER)
+    incarnation = await rival.publish_acked(f"$KV.{subjects.BUCKET_WORKERS}.{WORKER}", b"{}")
+    reply = messages.CONTROL_REPLY.encode(messages.ControlReply(messages.VERSION, WORKER, incarnation))
+
+    async def answer(message: Msg) -> None:
+        await rival.publish(message.reply, reply)
+
+    await rival.subscribe(subjects.control(WORKER, "ping"), answer)
+    await rival.flush()
+    return incarnation
+
+
 async def test_a_bridge_whose_name_was_taken_steps_down(tmp_path: Path) -> None:
     """As one that was paused while another started in its place."""
     async with world(tmp_path) as here:
         with pytest.raises(ExceptionGroup) as caught:
             async with here.serving() as bridge:
-                rival = await here.server.bus("worker_bridge", WORKER)
-                incarnation = await rival.publish_acked(f"$KV.{subjects.BUCKET_WORKERS}.{WORKER}", b"{}")
-                reply = messages.ControlReply(messages.VERSION, WORKER, incarnation)
-
-                async def answer(message: object) -> None:
-                    await rival.publish(message.reply, messages.CONTROL_REPLY.encode(reply))  # type: ignore[attr-defined]
-
-                await rival.subscribe(subjects.control(WORKER, "ping"), answer)
+                await a_rival(here)
                 await eventually(lambda: not bridge.life.incarnation, "it steps down")
                 await asyncio.Event().wait()
 
+        assert caught.group_contains(WorkerRefused, match="since .*Give this one another name")
+
+
+async def test_a_bridge_that_waits_for_its_engine_steps_down_for_one_that_lives(tmp_path: Path) -> None:
+    async with world(tmp_path, start=False) as here:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with here.bridge() as bridge:
+                await eventually(lambda: "cannot be reached" in bridge.life.why_not, "it waits for its engine")
+                incarnation = await a_rival(here)
+                async with asyncio.timeout(10):
+                    await asyncio.Event().wait()
+
+        assert caught.group_contains(WorkerRefused, match=rf"incarnation {incarnation}\b.*Give this one another name")
+
+
+async def test_a_bridge_whose_engine_comes_late_takes_no_name_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was paused while it waited: its first look at the others is the one before it registers."""
+    monkeypatch.setattr(life, "_RIVAL_EVERY_S", 3600.0)
+    async with world(tmp_path, start=False) as here:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with here.bridge() as bridge:
+                await eventually(lambda: "cannot be reached" in bridge.life.why_not, "it waits for its engine")
+                incarnation = await a_rival(here)
+                await here.engine.start()
+                async with asyncio.timeout(10):
+                    await asyncio.Event().wait()
+
         assert caught.group_contains(WorkerRefused)
+        assert not here.loads
+        stream = await here.operator.jetstream.stream_info(f"KV_{subjects.BUCKET_WORKERS}")
+        assert stream.state.last_seq == incarnation, "nobody registered after it"
 
 
 # -- the bus
