@@ -5,6 +5,7 @@
 Owns: the form of the record.   Must not know: NATS, clocks, prompts (a record holds no text, token or key)."""
 
 import hashlib
+from typing import Any
 
 import msgspec
 
@@ -55,12 +56,7 @@ def build(
         prefix_key=prefix_key(key, route.ns_id, route.keys, shortlisted.held_blocks),
         prompt_tokens=route.prompt_tokens,
         policy=f"{policy.name}/{policy.version}",
-        selected_worker=decision.worker,
-        predicted_cached_tokens=decision.predicted_tokens,
-        decision=decision.name,
-        candidate_workers=[_candidate(terms) for terms in decision.ranking],
         excluded=excluded,
-        decided_at=decision.decided_at,
         output_tokens=shape.output_tokens,
         block_size=shape.block_size,
         home=shape.home,
@@ -68,11 +64,23 @@ def build(
         ordinal=shape.ordinal,
         shared_blocks=shortlisted.shared_blocks,
         held_blocks=shortlisted.held_blocks,
-        max_queue_ms=decision.max_queue_ms,
         prefill_model=list(msgspec.structs.astuple(decision.ranking[0].candidate.model)),
         policy_weights=msgspec.structs.asdict(policy),
         code_version=code_version,
+        **decided(decision),
     )
+
+
+def decided(decision: Decision) -> dict[str, Any]:
+    """The fields of a record that the decision itself says, by name: what a replay must find again."""
+    return {
+        "selected_worker": decision.worker,
+        "predicted_cached_tokens": decision.predicted_tokens,
+        "decision": decision.name,
+        "candidate_workers": [_candidate(terms) for terms in decision.ranking],
+        "decided_at": decision.decided_at,
+        "max_queue_ms": decision.max_queue_ms,
+    }
 
 
 def inputs(record: DecisionRecord) -> tuple[RequestShape, list[Candidate], Policy, float]:
