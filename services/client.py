@@ -6,7 +6,8 @@
             ...
 
 Core NATS is at most once: a hop that dies before acceptance takes the request with it. The sign is that not even a
-keep-alive comes; then, and only then, the request is sent again (`resend_after_s`).
+keep-alive comes; then, and only then, the request is sent again (`resend_after_s`). A cancel can be lost as well: it is
+sent again when frames of its request still come.
 
 Owns: one inbox.   Must not know: what answers.   Source: DESIGN section 2."""
 
@@ -31,6 +32,10 @@ MAX_SENDS = 3
 # How long a request is tried while there is no bus, or nobody takes it: longer than any restart.
 UNREACHABLE_FOR_S = 15.0
 RETRY_EVERY_S = 0.25
+# Frames that come this long after their request's cancel are a sign that it was lost.
+CANCEL_AGAIN_S = 1.0
+# Cancelled requests whose end has not been heard yet; the oldest are given up.
+CANCELS_KEPT = 1024
 # A message for a stream, or why none will come.
 Heard = Msg | errors.PrefixbusError
 
@@ -71,6 +76,7 @@ class Client:
         self._tenant = tenant
         self._scope = scope
         self._streams: dict[str, _Stream] = {}
+        self._cancelled_at: dict[str, float] = {}
 
     @classmethod
     async def connect(
@@ -152,6 +158,8 @@ class Client:
         if prefix_class:
             headers[subjects.HEADER_PREFIX_CLASS] = prefix_class
         payload = orjson.dumps(body)
+        # An earlier request of that id is not meant any more.
+        self._cancelled_at.pop(request_id, None)
         subject = subjects.infer(self._tenant, model, self._scope)
         ended = False
         token = ""
@@ -198,8 +206,25 @@ class Client:
     async def cancel(self, request_id: str) -> None:
         """Stops a request of this tenant, wherever it is. Says nothing about whether there was one."""
         await self._bus.publish(subjects.cancel(self._tenant, request_id))
+        self._cancelled_at.pop(request_id, None)
+        self._cancelled_at[request_id] = time.monotonic()
+        if len(self._cancelled_at) > CANCELS_KEPT:
+            del self._cancelled_at[next(iter(self._cancelled_at))]
+
+    async def _cancel_again(self, headers: dict[str, str]) -> None:
+        request_id = headers.get(subjects.HEADER_REQUEST_ID, "")
+        cancelled_at = self._cancelled_at.get(request_id)
+        if cancelled_at is None:
+            return
+        if subjects.HEADER_FINAL in headers:
+            del self._cancelled_at[request_id]
+        elif time.monotonic() - cancelled_at >= CANCEL_AGAIN_S:
+            with contextlib.suppress(errors.BusUnavailable):
+                await self.cancel(request_id)
 
     async def _hear(self, message: Msg) -> None:
+        if self._cancelled_at:
+            await self._cancel_again(message.headers or {})
         stream = self._streams.get(message.subject.rsplit(".", 1)[1])
         if stream is not None:
             stream.inbox.put_nowait(message)

@@ -1,7 +1,8 @@
 """Every subject, stream, bucket and header name, built and parsed in one place.
 
     pb.v1.infer.<tenant>.<model>[.<scope>]   a client's request (tenant and scope come from here alone)
-    pb.v1.cancel.<tenant>.<request id>       cancel it
+    pb.v1.cancel.<tenant>.<request id>       cancel it; heard by one tokenizer
+    pb.v1.cancelled.<tenant>.<request id>    tokenizer -> tokenizers, routers, bridges: somebody cancelled it; empty
     pb.v1.route.<model>                      tokenizer -> router
     pb.v1.dir.lookup.<shard>                 router -> directory
     pb.v1.work.<worker>                      router -> bridge: a dispatch
@@ -142,9 +143,22 @@ def cancel(tenant: str, client_request_id: str) -> str:
 
 def parse_cancel(subject: str) -> tuple[str, str]:
     """(tenant, client request id). :raises BadSubject: this is no cancel subject."""
+    return _parse_request("cancel", subject)
+
+
+def cancelled(tenant: str, client_request_id: str) -> str:
+    return f"{PREFIX}.cancelled.{token(tenant, 'tenant')}.{token(client_request_id, 'request id')}"
+
+
+def parse_cancelled(subject: str) -> tuple[str, str]:
+    """(tenant, client request id). :raises BadSubject: this is no cancelled subject."""
+    return _parse_request("cancelled", subject)
+
+
+def _parse_request(kind: str, subject: str) -> tuple[str, str]:
     parts = subject.split(".")
-    if parts[:3] != ["pb", "v1", "cancel"] or len(parts) != 5:
-        raise BadSubject(f"{subject[:120]!r}", field="subject", remedy="Use pb.v1.cancel.<tenant>.<request id>.")
+    if parts[:3] != ["pb", "v1", kind] or len(parts) != 5:
+        raise BadSubject(f"{subject[:120]!r}", field="subject", remedy=f"Use pb.v1.{kind}.<tenant>.<request id>.")
     return token(parts[3], "tenant"), token(parts[4], "request id")
 
 
@@ -187,6 +201,7 @@ def audit(service: str, instance: str) -> str:
 DISPATCHED = f"{PREFIX}.dispatched"
 ALL_INFER = f"{PREFIX}.infer.>"
 ALL_CANCEL = f"{PREFIX}.cancel.*.*"
+ALL_CANCELLED = f"{PREFIX}.cancelled.*.*"
 ALL_ROUTE = f"{PREFIX}.route.*"
 ALL_LOAD = f"{PREFIX}.load.*"
 ALL_OUTCOME = f"{PREFIX}.outcome.*.*"

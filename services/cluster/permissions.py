@@ -129,7 +129,7 @@ def worker_bridge(worker: str) -> Access:
         subscribe=(
             subjects.work(worker),
             subjects.control(worker, "*"),
-            subjects.ALL_CANCEL,
+            subjects.ALL_CANCELLED,
             own_inbox,
             _SRV,
         ),
@@ -154,10 +154,18 @@ def _tokenizer() -> Access:
     return Access(
         role="tokenizer",
         purpose="takes requests in and routes them on",
-        # Outcomes teach it how long answers are.
-        subscribe=(f"{subjects.ALL_INFER} tokenizer", subjects.ALL_OUTCOME, "_SVC.tokenizer.>", _SRV),
+        subscribe=(
+            f"{subjects.ALL_INFER} tokenizer",
+            # What tenants send ends here: their bodies and floods are no router's or bridge's to bear.
+            f"{subjects.ALL_CANCEL} tokenizer",
+            subjects.ALL_CANCELLED,
+            subjects.ALL_OUTCOME,  # teaches it how long answers are
+            "_SVC.tokenizer.>",
+            _SRV,
+        ),
         publish=(
             subjects.ALL_ROUTE,
+            subjects.ALL_CANCELLED,
             _TENANT_INBOXES,  # error frames
             subjects.audit("tokenizer", "*"),
             "_SVC.operator.>",
@@ -175,7 +183,7 @@ def _router() -> Access:
             subjects.ALL_LOAD,
             subjects.DISPATCHED,
             subjects.ALL_OUTCOME,
-            subjects.ALL_CANCEL,
+            subjects.ALL_CANCELLED,
             "_SVC.router.>",
             _SRV,
         ),

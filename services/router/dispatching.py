@@ -19,6 +19,7 @@ import msgspec
 
 from .. import __version__
 from ..bus import frames, subjects
+from ..bus.cancels import Cancels
 from ..bus.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -51,7 +52,6 @@ from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, journal, policy
 from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
-from .cancels import Cancels
 from .fleet import Available, Fleet, Lost, Survey
 from .metrics import Metrics
 from .patience import Patience

@@ -47,7 +47,7 @@ async def run(rt: Runtime) -> None:
     await rt.listen(subjects.ALL_LOAD, LOAD, wires.load)
     await rt.listen(subjects.DISPATCHED, DISPATCHED, wires.dispatched)
     await rt.listen(subjects.ALL_OUTCOME, OUTCOME, wires.outcome)
-    await rt.listen_plain(subjects.ALL_CANCEL, wires.cancel)
+    await rt.listen_plain(subjects.ALL_CANCELLED, wires.cancelled)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{STATUSES}.*.*", wires.status)
@@ -87,8 +87,8 @@ class Wires:
         _check_sender(subjects.outcome(outcome.worker, outcome.request_id), message)
         self._desk.outcome(outcome)
 
-    def cancel(self, message: Msg) -> None:
-        tenant, client_request_id = subjects.parse_cancel(message.subject)
+    def cancelled(self, message: Msg) -> None:
+        tenant, client_request_id = subjects.parse_cancelled(message.subject)
         self._desk.cancelled(tenant, client_request_id)
 
     def accept(self, message: Msg) -> None:

@@ -27,6 +27,7 @@ from ..bus.errors import (
     BadRequest,
     BadSubject,
     BusUnavailable,
+    Cancelled,
     ConfigInvalid,
     DeadlineExceeded,
     ForgedReply,
@@ -39,6 +40,7 @@ from ..bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcom
 from ..bus.runtime import Runtime
 from ..bus.subjects import InferSubject
 from . import intake
+from .cancels import Turnstile
 from .classify import AnswerLengths, prefix_class
 from .memo import Memo
 from .model import TokenizerModel
@@ -112,6 +114,12 @@ class Metrics:
         self.facts_lost = Counter(
             "prefixbus_tokenizer_facts_lost", "Forged replies that are not on the record.", registry=registry
         )
+        self.cancels = Counter(
+            "prefixbus_tokenizer_cancels",
+            "Tenants' cancels (passed, malformed, lost: too many of one tenant, or no bus).",
+            ["result"],
+            registry=registry,
+        )
         self.ok = self.requests.labels("ok")
         self.from_memo = self.tokens.labels("memo")
         self.encoded = self.tokens.labels("encoded")
@@ -121,9 +129,20 @@ class Metrics:
 class _InHand:
     """A request from arrival until it is handed on. `label` is the client's id, or ours if it gave none, so that every
     request can be found and cancelled; `created_at` is what all its chunks say; `heard_at` is when its client last
-    heard of it."""
+    heard of it; `work` is all that is not done at once."""
 
-    __slots__ = ("arrived_at", "created_at", "heard_at", "kind", "label", "message", "model", "request_id")
+    __slots__ = (
+        "arrived_at",
+        "cancelled",
+        "created_at",
+        "heard_at",
+        "kind",
+        "label",
+        "message",
+        "model",
+        "request_id",
+        "work",
+    )
 
     def __init__(self, message: Msg, request_id: str, now: float, wall: float) -> None:
         self.message = message
@@ -134,6 +153,12 @@ class _InHand:
         self.model = ""
         self.kind = "chat"
         self.arrived_at = self.heard_at = now
+        self.cancelled = False
+        self.work = anyio.CancelScope()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.work.cancel()
 
 
 class _Begun(msgspec.Struct):
@@ -173,6 +198,9 @@ class Tokenizer:
         # Requests that are not done at once, in work or waiting for room, and the bytes of their bodies.
         self._in_hand: dict[str, _InHand] = {}
         self._bytes_in_hand = 0
+        # The same requests by (tenant, label), which is what a cancel names.
+        self._labelled: dict[tuple[str, str], dict[str, _InHand]] = {}
+        self._turnstile = Turnstile()
         metrics.in_work.set_function(lambda: len(self._in_hand))
         self._routed: OrderedDict[str, _Routed] = OrderedDict()
         self._facts, self._facts_to_record = anyio.create_memory_object_stream[Fact](FACTS_WAITING)
@@ -185,6 +213,8 @@ class Tokenizer:
             beside.start_soon(self._tend)
             statuses = await rt.bus.subscribe(f"{self._no_router}.*", self._nobody_routes)
             await rt.listen(subjects.ALL_OUTCOME, OUTCOME, self._answer_ended)
+            await rt.listen_plain(subjects.ALL_CANCELLED, self._cancelled_elsewhere)
+            cancels = await rt.listen_plain(subjects.ALL_CANCEL, self._cancel, queue=SERVICE)
             async with anyio.create_task_group() as recording:
                 recording.start_soon(self._record)
                 async with self._facts, anyio.create_task_group() as self._tasks:
@@ -192,6 +222,8 @@ class Tokenizer:
                     rt.ready(self.not_ready_because)
                     await rt.stopping.wait()
                     await requests.drain()
+            # Not before the last request here has ended: until then it may be cancelled.
+            await cancels.drain()
             try:
                 # What was routed last may still come back: the server's word precedes its answer to this.
                 await rt.bus.flush()
@@ -226,6 +258,7 @@ class Tokenizer:
             return
         self._in_hand[in_hand.request_id] = in_hand
         self._bytes_in_hand += size
+        self._labelled.setdefault((begun.subject.tenant, in_hand.label), {})[in_hand.request_id] = in_hand
         self._tasks.start_soon(self._take, in_hand, begun)
 
     def _admitted(self, message: Msg) -> _InHand | None:
@@ -275,7 +308,8 @@ class Tokenizer:
         """Does what is left, in threads, when there is room."""
         try:
             route = None
-            with anyio.move_on_after(begun.envelope.deadline_at - self._rt.clock.wall()):
+            in_hand.work.deadline = anyio.current_time() + begun.envelope.deadline_at - self._rt.clock.wall()
+            with in_hand.work:
                 async with self._room:
                     route = await self._tokenised(in_hand, begun)
             self._hand_over(in_hand, begun, route)
@@ -284,6 +318,10 @@ class Tokenizer:
         finally:
             del self._in_hand[in_hand.request_id]
             self._bytes_in_hand -= len(in_hand.message.data)
+            label = (begun.subject.tenant, in_hand.label)
+            del self._labelled[label][in_hand.request_id]
+            if not self._labelled[label]:
+                del self._labelled[label]
 
     async def _tokenised(self, in_hand: _InHand, begun: _Begun) -> bytes:
         loaded, subject, at = begun.loaded, begun.subject, self._workshop
@@ -362,9 +400,12 @@ class Tokenizer:
         return space, namespace.ns_id(self._namespace_key, space)
 
     def _hand_over(self, in_hand: _InHand, begun: _Begun, route: bytes | None) -> None:
-        """:raises DeadlineExceeded: there is no route, or it comes too late (a thread is not interrupted).
+        """:raises Cancelled: it was, while it was worked on.
+        :raises DeadlineExceeded: there is no route, or it comes too late (a thread is not interrupted).
         :raises PrefixbusError: it could not be sent; nobody has it."""
         rt, request_id = self._rt, in_hand.request_id
+        if in_hand.cancelled:
+            raise Cancelled()
         if route is None or rt.clock.wall() >= begun.envelope.deadline_at:
             raise DeadlineExceeded("It passed before the prompt was tokenised.")
         # Noted first: the server may say at once that nobody listens.
@@ -451,6 +492,37 @@ class Tokenizer:
         self._metrics.requests.labels(Unavailable.code).inc()
         self._refuse(Unavailable("No router listens.", remedy="Try again shortly."), routed.reply, routed.label)
 
+    def _cancel(self, message: Msg) -> None:
+        """A tenant's cancel, of whatever size: its subject alone is read and passed on."""
+        try:
+            tenant, label = subjects.parse_cancel(message.subject)
+        except BadSubject:
+            # It names no request. Counted only: a line each would be the tenant's to flood.
+            self._metrics.cancels.labels("malformed").inc()
+            return
+        lost = self._turnstile.lost
+        if self._turnstile.passes(tenant, label):
+            self._pass_on(tenant, label)
+        self._metrics.cancels.labels("lost").inc(self._turnstile.lost - lost)
+
+    def _pass_on(self, tenant: str, label: str) -> None:
+        self._drop(tenant, label)
+        try:
+            self._rt.bus.send(subjects.cancelled(tenant, label))
+        except BusUnavailable:
+            # The bus went while it waited for its turn; a cancel is at most once.
+            self._metrics.cancels.labels("lost").inc()
+        else:
+            self._metrics.cancels.labels("passed").inc()
+
+    def _cancelled_elsewhere(self, message: Msg) -> None:
+        """Another copy has taken the cancel."""
+        self._drop(*subjects.parse_cancelled(message.subject))
+
+    def _drop(self, tenant: str, label: str) -> None:
+        for in_hand in self._labelled.get((tenant, label), {}).values():
+            in_hand.cancel()
+
     def _answer_ended(self, outcome: Outcome, _: Msg) -> None:
         if outcome.status == "ok" and outcome.prefix_class in intake.PREFIX_CLASSES:
             self._lengths.observe(outcome.prefix_class, outcome.output_tokens)
@@ -467,6 +539,8 @@ class Tokenizer:
                     self._keep_alive(in_hand)
             while self._routed and now - next(iter(self._routed.values())).at > ROUTED_FOR_S:
                 self._routed.popitem(last=False)
+            for tenant, label in self._turnstile.turn():
+                self._pass_on(tenant, label)
             self._memo.expire(now)
             self._metrics.memo_bytes.set(self._memo.held_bytes)
 

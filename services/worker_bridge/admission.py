@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
+from ..bus.cancels import Cancels
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -66,11 +68,9 @@ CANCELLED = "cancelled"
 RUNNING = "running"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 
-# Longer than a router goes on trying, and than a cancel is ahead of its request.
+# Longer than a router goes on trying.
 ANSWERS_KEPT_S = 60.0
 ANSWERS_KEPT = 8192
-CANCELS_KEPT_S = 30.0
-CANCELS_KEPT = 4096
 # No estimate is believed beyond this: an hour of prefill.
 _PREFILL_MAX_MS = 3_600_000.0
 
@@ -168,7 +168,7 @@ class Admission:
         self._streaming = 0
         self._prompt_tokens = 0
         self._answers: dict[str, _Answer] = {}
-        self._cancels: dict[tuple[str, str], float] = {}
+        self.cancels = Cancels()
 
     def __repr__(self) -> str:
         return f"<Admission {self.running} running, {self.waiting} waiting of {self.slots}>"
@@ -254,11 +254,9 @@ class Admission:
             self._leave_queue(ticket, now)
 
     def cancel(self, tenant: str, client_request_id: str, now: float) -> list[Ticket]:
-        """The running requests that this cancels; one that comes within `CANCELS_KEPT_S` will be refused."""
-        name = (tenant, client_request_id)
-        self._cancels.pop(name, None)
-        self._cancels[name] = now
-        _trim(self._cancels, CANCELS_KEPT)
+        """The running requests that this cancels; one that comes later will be refused, as long as the cancel is
+        remembered."""
+        self.cancels.heard(tenant, client_request_id, now)
         return [
             ticket
             for ticket in self._active.values()
@@ -317,8 +315,7 @@ class Admission:
             return DEADLINE_EXCEEDED
         if wall > offer.accept_by_at:
             return TOO_LATE
-        cancelled_at = self._cancels.get((offer.tenant, offer.client_request_id))
-        if cancelled_at is not None and now - cancelled_at <= CANCELS_KEPT_S:
+        if self.cancels.covers(offer.tenant, offer.client_request_id, now):
             return CANCELLED
         if len(self._active) >= self.slots:
             return NO_SLOT

@@ -224,7 +224,7 @@ class Bridge:
         await rt.listen_plain(subjects.control(worker, "reset"), self._on_reset)
         await rt.listen(subjects.control(worker, "abort"), messages.ABORT, self._on_abort)
         await rt.listen(subjects.control(worker, "status"), messages.ABORT, self._on_status)
-        await rt.listen_plain(subjects.ALL_CANCEL, self._on_cancel)
+        await rt.listen_plain(subjects.ALL_CANCELLED, self._on_cancelled)
         await rt.listen_plain(self.streams.nobody_subjects, self._on_nobody_there)
         await rt.listen_plain(self.streams.facts.acks, self.streams.facts.heard)
 
@@ -373,8 +373,8 @@ class Bridge:
     def _on_status(self, asked: Abort, message: Msg) -> None:
         self._reply(message, self.admission.whereabouts(asked.request_id, asked.attempt))
 
-    def _on_cancel(self, message: Msg) -> None:
-        tenant, client_request_id = subjects.parse_cancel(message.subject)
+    def _on_cancelled(self, message: Msg) -> None:
+        tenant, client_request_id = subjects.parse_cancelled(message.subject)
         for ticket in self.admission.cancel(tenant, client_request_id, self._rt.clock.now()):
             self.streams.stop(ticket, Cancelled())
 

@@ -128,6 +128,43 @@ async def test_one_tenant_cannot_cancel_anothers_request(cluster: Cluster, clien
     assert (await running).usage["completion_tokens"] == 200
 
 
+async def test_a_tenants_flood_of_cancels_is_no_other_tenants_business(cluster: Cluster, client: Client) -> None:
+    """Every router and bridge once heard each tenant's cancels, bodies and all, and one memory held all tenants'."""
+    stranger = state.add_tenant(cluster.state, f"t{uuid.uuid4().hex[:8]}")
+    overtaking = uuid.uuid4().hex
+    await client.cancel(overtaking)
+    await client._bus.flush()
+    stop = asyncio.Event()
+
+    async def flood() -> int:
+        connection = await nats.connect(
+            cluster.url,
+            user=stranger.tenant,
+            password=stranger.token,
+            inbox_prefix=f"_INBOX.{stranger.tenant}".encode(),
+        )
+        body = b"x" * connection.max_payload
+        rounds = 0
+        while rounds < 20 or not stop.is_set():
+            await connection.publish(f"pb.v1.cancel.{stranger.tenant}.x", body)
+            for number in range(1000):
+                await connection.publish(f"pb.v1.cancel.{stranger.tenant}.{rounds}-{number}", b"")
+            await connection.flush(timeout=30)
+            rounds += 1
+        await connection.close()
+        return rounds
+
+    flooding = asyncio.create_task(flood())
+    answers = await asyncio.gather(*(ask(client, chat(f"Question {n}", max_tokens=50)) for n in range(20)))
+    stop.set()
+    assert await flooding >= 20
+
+    assert [answer.usage["completion_tokens"] for answer in answers] == [50] * 20
+    with pytest.raises(Cancelled):
+        await ask(client, chat("Too late", max_tokens=50), request_id=overtaking)
+    await cluster.settles()
+
+
 async def test_a_storm_of_cancels_leaves_nothing_behind(cluster: Cluster, client: Client) -> None:
     chance = random.Random(SEED)
     ended: list[str] = []

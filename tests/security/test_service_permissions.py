@@ -173,6 +173,10 @@ DENIALS = [
     Denial("a bridge cannot write into another bridge's inbox", "worker_bridge", "_SVC.worker_bridge.w2.r1"),
     Denial("a bridge cannot hear another's work", "worker_bridge", "pb.v1.work.w2", subscribe=True),
     Denial("a bridge cannot hear requests", "worker_bridge", "pb.v1.infer.>", subscribe=True),
+    Denial("a bridge cannot hear what tenants send to cancel", "worker_bridge", "pb.v1.cancel.*.*", subscribe=True),
+    Denial("a bridge cannot cancel requests", "worker_bridge", "pb.v1.cancelled.acme.r1"),
+    Denial("a router cannot hear what tenants send to cancel", "router", "pb.v1.cancel.*.*", subscribe=True),
+    Denial("a router cannot cancel requests", "router", "pb.v1.cancelled.acme.r1"),
     Denial("a bridge cannot read the router's inbox", "worker_bridge", "_SVC.router.>", subscribe=True),
     Denial("a bridge cannot read a tenant's inbox", "worker_bridge", "_INBOX.acme.>", subscribe=True),
     Denial("a bridge cannot change policies", "worker_bridge", "$KV.POLICIES.p"),
@@ -218,6 +222,9 @@ async def test_a_tokenizer_cannot_read_along_outside_the_queue(probes: dict[str,
     assert not await probes["tokenizer"].may_subscribe(subjects.ALL_INFER)
     assert not await probes["tokenizer"].may_subscribe(subjects.ALL_INFER, "another")
     assert await probes["tokenizer"].may_subscribe(subjects.ALL_INFER, "tokenizer")
+    assert not await probes["tokenizer"].may_subscribe(subjects.ALL_CANCEL)
+    assert not await probes["tokenizer"].may_subscribe(subjects.ALL_CANCEL, "another")
+    assert await probes["tokenizer"].may_subscribe(subjects.ALL_CANCEL, "tokenizer")
 
 
 async def test_a_directory_follows_the_events_of_every_bridge(provisioned: NatsServer) -> None:

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from nats.micro import add_service
 from support.nats import NatsServer, eventually
 
+from prefixbus import client as client_module
 from prefixbus.bus.connection import NotAdmitted
 from prefixbus.bus.errors import BusPermissionDenied
 from prefixbus.client import Client, Silence
@@ -147,3 +148,32 @@ async def test_a_sending_that_was_heard_of_is_not_sent_again(server: NatsServer)
                 pass
 
     assert len(heard) == 1
+
+
+async def test_a_cancel_that_was_swallowed_is_sent_again_while_frames_still_come(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of the tokenizer that took it may have been killed."""
+    monkeypatch.setattr(client_module, "CANCEL_AGAIN_S", 0.1)
+    tokenizer = await server.bus("tokenizer")
+    cancels: list[str] = []
+
+    async def cancelled(message: Msg) -> None:
+        cancels.append(message.subject)
+
+    async def answer(message: Msg) -> None:
+        headers = {"Pb-Request-Id": (message.headers or {})["Pb-Request-Id"]}
+        while len(cancels) < 2:
+            await tokenizer.publish(message.reply, b'{"choices":[]}', headers=headers)
+            await asyncio.sleep(0.02)
+        await tokenizer.publish(message.reply, headers={**headers, "Pb-Final": "1", "Pb-Error": "cancelled"})
+
+    await tokenizer.subscribe("pb.v1.cancel.*.*", cancelled, queue="tokenizer")
+    await tokenizer.subscribe("pb.v1.infer.>", answer, queue="tokenizer")
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        async for _ in client.stream("smollm2", BODY, request_id="r1"):
+            break
+
+        await eventually(lambda: len(cancels) > 1 and not client._cancelled_at, "its end is heard")
+
+    assert set(cancels) == {"pb.v1.cancel.demo.r1"}

@@ -325,4 +325,4 @@ class Client:
         return answer
 
     async def cancel(self, label: str) -> None:
-        await self._listening.publish(subjects.cancel(TENANT, label))
+        await self._tokenizer.publish(subjects.cancelled(TENANT, label))

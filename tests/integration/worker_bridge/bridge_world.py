@@ -166,6 +166,7 @@ class World:
         self.router: Bus
         self.operator: Bus
         self.tenant: Bus
+        self.tokenizer: Bus
         self.accepting: Subscription
         self.stopping: anyio.Event
         """Of the last bridge: what SIGTERM sets."""
@@ -190,6 +191,7 @@ class World:
         self.router = await self.server.bus("router")
         directory = await self.server.bus("directory")
         self.operator = await self.server.bus("operator")
+        self.tokenizer = await self.server.bus("tokenizer")
         self.tenant = await self.server.tenant_bus("acme", self.server.token("acme"))
 
         async def load(message: Msg) -> None:
@@ -295,6 +297,11 @@ class World:
             job=messages.JOB.encode(job),
         )
         return msgspec.structs.replace(made, **changes)
+
+    async def cancel(self, job: Job) -> None:
+        """As a tokenizer passes it on."""
+        await self.tokenizer.publish(subjects.cancelled("acme", job.client_request_id))
+        await self.tokenizer.flush()
 
     async def listen(self, job: Job) -> Answer:
         answer = Answer()

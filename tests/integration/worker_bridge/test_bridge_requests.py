@@ -187,7 +187,7 @@ async def test_a_reset_that_the_engine_does_not_do_is_an_error(slow: World) -> N
         reply = await slow.control("reset")
 
         assert "running" in reply.error
-        await slow.tenant.publish(subjects.cancel("acme", job.client_request_id))
+        await slow.cancel(job)
         await slow.until_idle(bridge)
 
 
@@ -285,7 +285,7 @@ async def test_a_cancel_ends_the_answer_and_the_engines_work(slow: World) -> Non
     async with slow.serving() as bridge:
         job, answer = await begun(slow)
 
-        await slow.tenant.publish(subjects.cancel("acme", job.client_request_id))
+        await slow.cancel(job)
 
         await eventually(lambda: bool(answer.finals), "the end")
         (final,) = answer.finals
@@ -298,8 +298,7 @@ async def test_a_cancel_ends_the_answer_and_the_engines_work(slow: World) -> Non
 async def test_a_cancel_that_comes_first_refuses_its_request(slow: World) -> None:
     async with slow.serving() as bridge:
         job = slow.job(prompt(1, 20))
-        await slow.tenant.publish(subjects.cancel("acme", job.client_request_id))
-        await slow.tenant.flush()
+        await slow.cancel(job)
 
         accept = await slow.send(slow.dispatch(job))
 
@@ -421,7 +420,7 @@ async def test_draining_finishes_what_is_in_hand_and_takes_nothing_new(slow: Wor
         await eventually(lambda: slow.loads[-1].draining, "a heartbeat that says so")
 
         assert (await slow.send(slow.dispatch(slow.job(prompt(2, 20))))).refused == "draining"
-        await slow.tenant.publish(subjects.cancel("acme", job.client_request_id))
+        await slow.cancel(job)
         await eventually(lambda: bool(answer.finals), "the end")
         await slow.outcome(job)
 

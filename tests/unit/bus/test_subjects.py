@@ -54,6 +54,14 @@ def test_other_subjects_are_refused(subject: str) -> None:
 @given(tokens, tokens)
 def test_a_cancel_subject_comes_back(tenant: str, request_id: str) -> None:
     assert subjects.parse_cancel(subjects.cancel(tenant, request_id)) == (tenant, request_id)
+    assert subjects.parse_cancelled(subjects.cancelled(tenant, request_id)) == (tenant, request_id)
+
+
+def test_a_tenants_cancel_is_not_taken_for_the_tokenizers_word() -> None:
+    with pytest.raises(BadSubject):
+        subjects.parse_cancelled(subjects.cancel("acme", "r1"))
+    with pytest.raises(BadSubject):
+        subjects.parse_cancel(subjects.cancelled("acme", "r1"))
 
 
 @pytest.mark.parametrize("reply", ["_INBOX.acme.a", "_INBOX.acme.a.b", "_INBOX.acme.f00-BAR_x.7"])

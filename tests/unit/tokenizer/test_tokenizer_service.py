@@ -13,6 +13,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from support import models
+from support.nats import eventually
 
 from prefixbus.bus import blockkeys, namespace, subjects
 from prefixbus.bus.clock import VirtualClock
@@ -22,6 +23,7 @@ from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
 from prefixbus.bus.runtime import Runtime
 from prefixbus.tokenizer import intake, render, service
+from prefixbus.tokenizer.cancels import PASSED_PER_TURN
 from prefixbus.tokenizer.model import TokenizerModel
 from prefixbus.tokenizer.segments import Segmenter
 from prefixbus.tokenizer.sentinels import Shield
@@ -133,6 +135,13 @@ class Stage:
         data = body if isinstance(body, bytes) else orjson.dumps(body)
         message = Msg(_client=Client(), subject=subject, reply=reply, data=data, headers=headers)
         await self.bus.callbacks[subjects.ALL_INFER](message)
+
+    async def cancel(self, tenant: str, label: str, body: bytes = b"") -> None:
+        subject = subjects.cancel(tenant, label)
+        await self.bus.callbacks[subjects.ALL_CANCEL](Msg(_client=Client(), subject=subject, data=body))
+
+    def passed_on(self) -> list[Sent]:
+        return [one for one in self.bus.sent if one.subject.startswith("pb.v1.cancelled.")]
 
     async def routed(self, model: str = "tiny/1", count: int = 1) -> tuple[Route, Job, Sent]:
         sent = (await self.bus.sent_to(subjects.route(model), count))[-1]
@@ -380,6 +389,82 @@ async def test_what_is_too_much_is_refused_at_once_and_holds_up_nobody(
         assert (await stage.routed())[0].prompt_tokens == 2
         held.go.set()
         await stage.routed(count=3)
+
+
+async def test_a_cancel_is_passed_on_empty_whatever_came_with_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.cancel("acme", "mine", b"x" * 1_000_000)
+
+        (sent,) = stage.passed_on()
+        assert (sent.subject, sent.payload, sent.reply, sent.headers) == ("pb.v1.cancelled.acme.mine", b"", "", {})
+
+
+async def test_a_flood_of_cancels_is_passed_on_at_a_bounded_rate_and_holds_up_no_other_tenants(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        for number in range(3 * PASSED_PER_TURN):
+            await stage.cancel("flooder", f"r{number}")
+            await stage.cancel("flooder", "again")
+        flooded = len(stage.passed_on())
+        await stage.cancel("acme", "mine")
+
+        assert flooded < 3 * PASSED_PER_TURN
+        assert stage.passed_on()[-1].subject == "pb.v1.cancelled.acme.mine"
+        await stage.bus.sent_to(f"pb.v1.cancelled.flooder.r{3 * PASSED_PER_TURN - 1}")
+        assert stage.metric("cancels_total", result="passed") == 3 * PASSED_PER_TURN + 2
+        assert stage.metric("cancels_total", result="lost") == 0
+
+
+async def test_a_cancel_that_names_no_request_is_only_counted(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        heard = stage.bus.callbacks[subjects.ALL_CANCEL]
+        for request_id in ("*", "a%b", "x" * 65):
+            await heard(Msg(_client=Client(), subject=f"pb.v1.cancel.acme.{request_id}"))
+
+        assert stage.passed_on() == []
+        assert stage.metric("cancels_total", result="malformed") == 3
+
+
+@pytest.mark.parametrize("taken_by", ["this copy", "another copy"])
+async def test_a_cancel_ends_what_waits_for_room_and_what_is_tokenised(tmp_path: Path, taken_by: str) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    async with running(tmp_path, held, max_in_work=1) as stage:
+
+        async def cancel(label: str) -> None:
+            if taken_by == "this copy":
+                await stage.cancel("acme", label)
+            else:
+                message = Msg(_client=Client(), subject=subjects.cancelled("acme", label))
+                await stage.bus.callbacks[subjects.ALL_CANCELLED](message)
+
+        for label in ("in-work", "waiting", "other", "waiting-too"):
+            await stage.send({"prompt": LONG_TEXT}, headers={"Pb-Request-Id": label}, reply=f"{REPLY}.{label}")
+
+        await cancel("waiting")
+        (waiting,) = await stage.bus.sent_to(f"{REPLY}.waiting")
+        assert (waiting.headers["Pb-Error"], waiting.headers["Pb-Request-Id"]) == ("cancelled", "waiting")
+        await cancel("in-work")
+        await cancel("waiting-too")
+        held.go.set()
+
+        route, _, _ = await stage.routed()
+        assert route.client_request_id == "other"
+        for label in ("in-work", "waiting-too"):
+            ends = [one.headers["Pb-Error"] for one in await stage.bus.sent_to(f"{REPLY}.{label}")]
+            assert ends == ["cancelled"]
+        await eventually(lambda: stage.metric("in_work") == 0, "nothing is in hand")
+        assert stage.metric("requests_total", code="cancelled") == 3
+        assert stage.service._labelled == {}
+
+
+async def test_a_cancel_ends_no_other_tenants_request(tmp_path: Path) -> None:
+    held = HeldModel(models.load(models.tiny()))
+    async with running(tmp_path, held) as stage:
+        await stage.send({"prompt": LONG_TEXT}, headers={"Pb-Request-Id": "mine"})
+
+        await stage.cancel("other", "mine")
+        held.go.set()
+
+        assert (await stage.routed())[0].client_request_id == "mine"
 
 
 async def test_what_is_small_waits_for_nobody(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from prefixbus.bus.cancels import REMEMBER_PER_TENANT, REMEMBER_S
 from prefixbus.worker_bridge import admission
 from prefixbus.worker_bridge.admission import LIFE, Admission, Event, Left, Offer, Phase, Ticket
 
@@ -212,17 +213,17 @@ def test_a_cancel_may_overtake_its_request() -> None:
 
     assert made.offer(offer("r1"), 1.0, WALL).refused == admission.CANCELLED
     assert not made.offer(offer("r2", tenant="other", client_request_id="c-r1"), 1.0, WALL).refused
-    assert not made.offer(offer("r1", attempt=2), 1.0 + admission.CANCELS_KEPT_S, WALL).refused
+    assert not made.offer(offer("r1", attempt=2), 1.0 + REMEMBER_S, WALL).refused
 
 
 def test_memory_is_bounded() -> None:
     made = table(slots=1)
-    for number in range(admission.CANCELS_KEPT + 10):
+    for number in range(REMEMBER_PER_TENANT + 10):
         made.cancel("acme", f"c{number}", 0.0)
     for number in range(admission.ANSWERS_KEPT + 10):
         made.offer(offer(f"r{number}", incarnation=1), 0.0, WALL)
 
-    assert len(made._cancels) == admission.CANCELS_KEPT
+    assert len(made.cancels) == REMEMBER_PER_TENANT
     assert len(made._answers) == admission.ANSWERS_KEPT
 
 
