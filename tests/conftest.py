@@ -10,16 +10,12 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Each prints with a failure the `@reproduce_failure(...)` that plays it again.
 settings.register_profile(
-    "ci",
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "dev", max_examples=50, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("deep", max_examples=5000, deadline=None)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
+settings.register_profile("deep", max_examples=5000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

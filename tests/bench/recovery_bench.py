@@ -9,6 +9,7 @@ import json
 import signal
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from support.cluster import MODEL, Cluster, ask, chat
 from support.nats import eventually
 from support.storm import Storm
 
-VICTIMS = ("tokenizer-1", "directory-1", "router-1", "bridge-w1", "engine-w1", "nats-server")
+VICTIMS = (
+    *("tokenizer-1", "directory-1", "router-1", "auditor-1", "callout-1"),
+    *("bridge-w1", "engine-w1", "nats-server"),
+)
+STAGES = ("queued", "prefill", "streaming")
+# Times a line of some 25 tokens: as much of the model's 8192 as leaves room for the answer.
+_LONG = 250
 _SCALE = ("--workers", "2", "--scale", "tokenizer=2,router=2,directory=2,auditor=2")
 
 
@@ -47,29 +54,47 @@ async def _recovery(cluster: Cluster) -> dict[str, float]:
 
 
 def bench_vanish() -> dict[str, Any]:
-    """Seconds from the end of a client's connection to an idle cluster, while its answer was streaming."""
+    """Seconds from the end of a client's connection to an idle cluster, by how far its request was."""
     with tempfile.TemporaryDirectory(prefix="prefixbus-bench-") as folder:
         cluster = Cluster(Path(folder), "--workers", "1")
         cluster.start()
         try:
-            return {"bench": "vanish", "seconds": asyncio.run(_vanish(cluster))}
+            return {"bench": "vanish", "seconds": {stage: asyncio.run(_vanish(cluster, stage)) for stage in STAGES}}
         finally:
             cluster.stop()
 
 
-async def _vanish(cluster: Cluster) -> float:
+async def _vanish(cluster: Cluster, stage: str) -> float:
+    """A queued request is one at an engine that takes no step; one in prefill has thousands of tokens to go."""
     connection = await nats.connect(
         cluster.url, user="demo", password=cluster.token, inbox_prefix=b"_INBOX.demo", allow_reconnect=False
     )
     inbox = connection.new_inbox()
     frames = await connection.subscribe(inbox)
-    body = json.dumps(chat("Count to a million", max_tokens=7000)).encode()
+    if stage == "queued":
+        await asyncio.to_thread(_tell_engines, cluster, "pause")
+    question = f"{time.time()} words to read before the answer " * (_LONG if stage == "prefill" else 1)
+    body = json.dumps(chat(question, max_tokens=7000 if stage == "streaming" else 500)).encode()
     await connection.publish(f"pb.v1.infer.demo.{MODEL}", body, reply=inbox)
-    await frames.next_msg(timeout=10)
+    if stage == "streaming":
+        await frames.next_msg(timeout=10)
+    else:
+        await eventually(lambda: cluster.engine_busy() > 0, "the engine has it", 10)
+        assert not frames.pending_msgs, f"the answer has begun: this was not {stage}"
     await connection.close()
     closed = time.monotonic()
     await eventually(lambda: cluster.engine_busy() == 0, "the engine is idle", 30)
-    return round(time.monotonic() - closed, 2)
+    seconds = round(time.monotonic() - closed, 2)
+    if stage == "queued":
+        await asyncio.to_thread(_tell_engines, cluster, "resume")
+    await cluster.settles(30)
+    return seconds
+
+
+def _tell_engines(cluster: Cluster, verb: str) -> None:
+    for engine in cluster.file.engines.values():
+        with urllib.request.urlopen(f"{engine.url}/sim/{verb}", data=b"", timeout=5):
+            pass
 
 
 def bench_long_prompts() -> dict[str, Any]:
