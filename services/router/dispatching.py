@@ -53,7 +53,7 @@ from ..bus.runtime import Runtime
 from . import cost, journal, policy
 from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
 from .fleet import Available, Fleet, Lost, Survey
-from .metrics import Metrics
+from .metrics import Metrics, WorkerGauges
 from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
 from .shortlist import shortlist
@@ -106,6 +106,7 @@ class Desk:
         self.patience = Patience()
         self.policy: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.metrics = Metrics(rt.registry)
+        rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
         self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
         self.journal_key = journal_key
         self.ordinals = itertools.count()

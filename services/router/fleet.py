@@ -384,6 +384,10 @@ class Fleet:
             state.set_queue(queue_ms, now)
             state.absorb_all()
 
+    def living(self) -> dict[str, Worker]:
+        """The workers that are not lost, by name."""
+        return {name: worker for name, worker in self._workers.items() if not worker.is_lost}
+
     def in_flight(self) -> dict[str, int]:
         """Booked dispatches by worker."""
         return {name: len(worker.bookings) for name, worker in self._workers.items()}

@@ -2,13 +2,40 @@
 
 Must not know: how anything is decided."""
 
+from collections.abc import Callable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..bus.errors import PrefixbusError, by_code
+from .fleet import Fleet
 
 _MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000)
 _SHORT_MS = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _US = (10, 25, 50, 100, 250, 500, 1000, 2500)
+
+
+class WorkerGauges(Collector):
+    """What this router believes of each worker that it has not lost, read when someone scrapes."""
+
+    def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._now = now
+
+    def collect(self) -> Iterator[Metric]:
+        in_flight = _of_workers("in_flight", "Dispatches there of all routers.")
+        reported = _of_workers("reported", "Requests there by its last heartbeat.")
+        queue_ms = _of_workers("queue_ms", "Prefill work there: as reported, and booked since.")
+        for name, worker in self._fleet.living().items():
+            in_flight.add_metric([name], len(worker.bookings))
+            reported.add_metric([name], worker.load.running + worker.load.waiting)
+            queue_ms.add_metric([name], worker.queue_ms(self._now()))
+        yield from (in_flight, reported, queue_ms)
+
+
+def _of_workers(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"prefixbus_router_worker_{name}", text, labels=["worker"])
 
 
 class Metrics:

@@ -411,6 +411,8 @@ class Bridge:
             {
                 "running": ("Requests that have their first token.", lambda: admission.running),
                 "waiting": ("Accepted requests that do not.", lambda: admission.waiting),
+                "attempts": ("Attempts that have not ended.", lambda: self.streams.in_work),
+                "prompt_tokens": ("Prompt tokens of all accepted requests.", lambda: admission.prompt_tokens),
                 "queue_ms": ("Prefill work ahead of a newcomer.", lambda: admission.queue_ms(rt.clock.now())),
                 "held_blocks": ("Keys of ours that the engine holds.", lambda: index.held_keys),
                 "foreign_blocks": ("Blocks held under salts that are not ours.", lambda: index.foreign),

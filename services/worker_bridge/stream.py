@@ -158,6 +158,11 @@ class Streams:
         return f"<Streams {len(self._attempts)} in work>"
 
     @property
+    def in_work(self) -> int:
+        """Attempts that have not ended, their last words included."""
+        return len(self._attempts)
+
+    @property
     def nobody_subjects(self) -> str:
         """Where the server says that nobody listens: to subscribe with `nobody_there`."""
         return f"{self._nobody_prefix}.*.*"

@@ -28,16 +28,30 @@ STOP_DEADLINE_S = 60.0
 TEST_TIMEOUT_S = 120
 MODEL = "smollm2"
 
-# What must be zero when nothing is being done: (service, metric).
-IDLE = (
-    ("tokenizer", "prefixbus_tokenizer_in_work"),
-    ("router", "prefixbus_router_in_hand"),
-    ("router", "prefixbus_router_in_flight"),
-    ("directory", "prefixbus_directory_announced_requests"),
-    ("worker_bridge", "prefixbus_bridge_running"),
-    ("worker_bridge", "prefixbus_bridge_waiting"),
-    ("worker_bridge", "prefixbus_bridge_queue_ms"),
-)
+# What must be zero in every copy of a service when nothing is being done, under all its labels.
+IDLE = {
+    "tokenizer": ("prefixbus_tokenizer_in_work",),
+    "router": (
+        "prefixbus_router_in_hand",
+        "prefixbus_router_in_flight",
+        "prefixbus_router_worker_in_flight",
+        "prefixbus_router_worker_reported",
+        "prefixbus_router_worker_queue_ms",
+    ),
+    "directory": ("prefixbus_directory_announced_requests", "prefixbus_directory_announced_blocks"),
+    "worker_bridge": (
+        "prefixbus_bridge_running",
+        "prefixbus_bridge_waiting",
+        "prefixbus_bridge_attempts",
+        "prefixbus_bridge_prompt_tokens",
+        "prefixbus_bridge_queue_ms",
+        "prefixbus_wrong_hits_total",
+    ),
+}
+# A router that has heard of no worker yet shows none of these.
+OF_EACH_WORKER = "prefixbus_router_worker_"
+# The same of `/sim/stats`; a block that is used is one that a request pins.
+ENGINE_IDLE = ("running", "waiting", "blocks_used", "wrong_hits")
 
 
 class Cluster:
@@ -198,10 +212,8 @@ class Cluster:
         """Returns when every service process has announced itself and is ready, and every engine answers."""
 
         def ready() -> bool:
-            processes = self.file.processes
-            services = [pid for name, pid in processes.items() if name != "nats-server" and "engine" not in name]
             try:
-                return all(self.is_ready(pid) for pid in services) and len(self.engine_stats()) > 0
+                return all(self.is_ready(pid) for pid in self.service_pids().values()) and len(self.engine_stats()) > 0
             except OSError:
                 return False
 
@@ -223,16 +235,28 @@ class Cluster:
         return stats
 
     def leftovers(self) -> list[str]:
-        """Whatever is still booked somewhere; empty when all is idle. The one invariant of every storm."""
+        """Whatever is still booked somewhere, and hits that were wrong; empty when all is idle and well. The one
+        invariant of every storm. Each copy is looked at by itself: a sum would let one's excess hide another's
+        deficit."""
         found = []
-        scraped = {service: self.metrics(service) for service in {service for service, _ in IDLE}}
-        for service, name in IDLE:
-            for key, value in scraped[service].items():
-                if key.split("{")[0] == name and value:
-                    found.append(f"{service}: {key} = {value:g}")
+        files = deployment.run_files(self.state)
+        announced = {file.pid for file in files}
+        found += [f"{name}: not announced" for name, pid in self.service_pids().items() if pid not in announced]
+        for file in files:
+            metrics = self.metrics_of(file)
+            for name in IDLE.get(file.service, ()):
+                values = {key: value for key, value in metrics.items() if key.split("{")[0] == name}
+                if not values and not name.startswith(OF_EACH_WORKER):
+                    found.append(f"{file.instance}: no {name}")
+                found += [f"{file.instance}: {key} = {value:g}" for key, value in values.items() if value]
         for worker, stats in self.engine_stats().items():
-            found += [f"engine {worker}: {key} = {stats[key]}" for key in ("running", "waiting") if stats[key]]
+            found += [f"engine {worker}: {key} = {stats[key]}" for key in ENGINE_IDLE if stats[key]]
         return found
+
+    def service_pids(self) -> dict[str, int]:
+        """The processes that are ours, by name: neither nats-server nor engines."""
+        processes = self.file.processes
+        return {name: pid for name, pid in processes.items() if name != "nats-server" and "engine" not in name}
 
     async def settles(self, deadline_s: float = 10.0) -> None:
         """Returns when nothing is booked anywhere any more."""
