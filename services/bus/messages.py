@@ -88,27 +88,36 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True):
-    """These workers hold the first `depth` blocks, and no more."""
+    """These workers hold the first `depth` blocks, and no more, in this tier (`gpu`, or `host`: to be loaded first)."""
 
     depth: int
     workers: list[str]
+    tier: str = "gpu"
 
 
 class Holdings(msgspec.Struct, frozen=True, array_like=True):
-    """Directory -> router: levels, deepest first, each worker once, at its own depth; announced blocks count as held.
+    """Directory -> router: levels, deepest first, each worker once a tier, at its own depth; announced blocks count as
+    held in the GPU tier.
 
-    `incomplete` are workers whose story has holes: what is said of them is less to be trusted."""
+    `incomplete` are workers whose story has holes. `trust` is the share (0 to 1) of what is said of a worker in this
+    namespace that should be expected to come true; 1 if it is not named. `announced` says how many blocks of a worker's
+    depth are announced and not there yet. `replica` answered, having applied the event stream up to `stream_seq`."""
 
     v: int
     levels: list[Level]
     incomplete: list[str] = []
+    trust: dict[str, float] = {}
+    replica: str = ""
+    stream_seq: int = 0
+    announced: dict[str, int] = {}
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     """Router -> bridge: start this, if your queue is what I think it is.
 
     The bridge refuses when its incarnation is another, its queue is over `max_queue_ms`, or it is past
-    `accept_by_at`. It makes the blocks' keys itself, from the job's tokens."""
+    `accept_by_at`. It makes the blocks' keys itself, from the job's tokens. `is_warm` requests may not take the slots
+    kept for cold ones; one that was not begun after `max_wait_ms` is given back to be chosen anew (0: it may wait)."""
 
     v: int
     request_id: str
@@ -121,6 +130,8 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     decision: str
     ns_id: bytes
     job: bytes
+    is_warm: bool = False
+    max_wait_ms: float = 0.0
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +172,9 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """A bridge's heartbeat: its lease, its load, and the last block event it has published.
 
-    `accepted` are the requests taken since the previous report (their prefill is inside `queue_ms` from here on)."""
+    `accepted` are the requests taken since the previous report (their prefill is inside `queue_ms` from here on).
+    `worker_class` names machines that compute alike, `pool` whom they serve; `reserved_slots` of the slots are kept for
+    requests that find nothing cached."""
 
     v: int
     worker: str
@@ -179,6 +192,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     block_size: int
     draining: bool
     accepted: list[str]
+    worker_class: str = ""
+    pool: str = ""
+    reserved_slots: int = 0
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -287,7 +303,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):
-    """One worker as the decision saw it; all terms in ms. `rho` and the KV tokens are what they were made from."""
+    """One worker as the decision saw it; all terms in ms. `rho` and the KV tokens are what they were made from.
+
+    `speed` multiplies the prefill model of `worker_class`; `held_blocks` is what the directory said, `announced_blocks`
+    of them not there yet, and `trust` the share of them that was believed. `pull_source` could give `pull_tokens` in
+    `pull_ms`; `transfer_ms` is 0 if it would not be asked. For people: `net_gain_ms` = `saved_prefill_ms` -
+    `queue_ms` - `transfer_ms` - `imbalance_penalty_ms`, the order of which is the order of `cost_ms`."""
 
     worker: str
     cached_tokens: int
@@ -303,13 +324,40 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     rho: float = 0.0
     pinned_tokens: int = 0
     free_tokens: int = 0
+    worker_class: str = ""
+    speed: float = 1.0
+    held_blocks: int = 0
+    announced_blocks: int = 0
+    trust: float = 1.0
+    only_reserved: bool = False
+    pull_source: str = ""
+    pull_tokens: int = 0
+    pull_ms: float = 0.0
+    transfer_ms: float = 0.0
+    saved_prefill_ms: float = 0.0
+    imbalance_penalty_ms: float = 0.0
+    net_gain_ms: float = 0.0
+
+
+class ShadowRecord(msgspec.Struct, frozen=True):
+    """What a policy that does not act would have chosen; `policy` and `policy_digest` as in `DecisionRecord`."""
+
+    policy: str
+    policy_digest: str
+    selected_worker: str
+    decision: str
+    predicted_cached_tokens: int
+    cost_ms: float
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
     """One decision, and why (JSON, `pb.v1.journal.<request id>`); joined with `Outcome` by request id and attempt.
 
     `candidate_workers` are in the order in which they would be tried. From `output_tokens` on: the decision's inputs,
-    so that it can be replayed; `held_blocks` is the deepest any available worker holds."""
+    so that it can be replayed; `held_blocks` is the deepest any available worker holds. `prefill_models` are the
+    coefficients by worker class, `prefill_model` those of the chosen one; `policy_digest` is of the policy's content.
+    `rollout` says whether the policy was the `active` one or the `canary`; `shadow` what another would have done.
+    `directory` is the replica that answered, `stream_seq` the last event it had applied (empty and 0: nobody did)."""
 
     v: int
     request_id: str
@@ -339,6 +387,16 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     prefill_model: list[float] = []
     policy_weights: dict[str, str | float | None] = {}
     code_version: str = ""
+    prefill_models: dict[str, list[float]] = {}
+    policy_digest: str = ""
+    rollout: str = "active"
+    has_waited: bool = False
+    fleet_rho: float = 0.0
+    directory: str = ""
+    stream_seq: int = 0
+    max_wait_ms: float = 0.0
+    is_warm: bool = False
+    shadow: ShadowRecord | None = None
 
 
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):
