@@ -47,7 +47,7 @@ class Event(enum.Enum):
     BROKEN = "broken"  # frames were published and the end never will be
     OUTCOME = "outcome"  # the bridge ended the answer
     CANCEL = "cancel"  # bridges hear cancels, too: whoever has accepted ends its answer itself
-    DEADLINE = "deadline"  # nobody waits for it any more: that, or it was sent again
+    DEADLINE = "deadline"  # nobody waits for it any more: that, it was sent again, or its client has gone
 
 
 class Effect(enum.Enum):
@@ -292,6 +292,13 @@ class Attempts:
     def sent_again(self) -> Effects:
         """The client has sent the request once more, and listens to that sending."""
         self.error = self.error or Cancelled("The request was sent again; the later sending is answered.")
+        return self._step(Event.DEADLINE)
+
+    def client_gone(self) -> Effects:
+        """Nobody listens at the client's inbox. Who has accepted finds that out, and ends its answer, itself."""
+        if self.state not in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
+            return ()
+        self.error = self.error or Cancelled("The client no longer listens.")
         return self._step(Event.DEADLINE)
 
     def deadline(self) -> Effects:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -63,13 +64,19 @@ from .traffic import Traffic
 DISPATCHES = "d"
 ABORTS = "a"
 STATUSES = "s"
+# And where the server says that nobody listens at a client's inbox.
+CLIENTS = "c"
 # `Accept.refused` of the notice a bridge sends just before the first frame.
 STARTED = "started"
 # `ControlReply.error` about an attempt whose outcome was sent.
 ENDED = "ended"
 # The first keep-alive is due within 1 s (DESIGN 2).
 FIRST_KEEPALIVE_S = 0.8
-KEEPALIVE_S = 1.0
+# The next ones also ask whether the client is still there: half of the second that its going may cost.
+KEEPALIVE_S = 0.5
+# After an outage of the bus, clients may come back this much later than we do: nats-py's and Go's wait 2 s between
+# attempts. Until then that nobody listens means nothing.
+CLIENTS_BACK_S = 3.0
 # Bridges end what passes its deadline; this much later the router does.
 DEADLINE_GRACE_S = 2.0
 # Nothing is left of a request this long after its deadline, whatever went wrong.
@@ -115,6 +122,7 @@ class Desk:
         self.answered: dict[str, None] = {}
         # Who waits for a late worker, by what the worker has to be: (model, serves).
         self.waiting: dict[tuple[str, str], dict[str, Request]] = {}
+        self.clients_are_back_at = -math.inf
         self.empty = asyncio.Event()
         self.empty.set()
         self.models = {name: cost.profile_of(name, section.profile) for name, section in rt.config.models.items()}
@@ -167,6 +175,17 @@ class Desk:
         self.cancels.heard(tenant, client_request_id, self.clock.now())
         for request in self.by_label.get((tenant, client_request_id), {}).values():
             request.post(request.attempts.cancel)
+
+    def reconnected(self) -> None:
+        """The bus is back."""
+        now = self.clock.now()
+        self.fleet.back(now)
+        self.clients_are_back_at = now + CLIENTS_BACK_S
+
+    def client_gone(self, request: "Request") -> None:
+        """The server found nobody at its inbox."""
+        if self.clock.now() >= self.clients_are_back_at:
+            request.post(request.hear_nobody)
 
     def outcome(self, outcome: Outcome) -> None:
         """An attempt of some router's ended."""
@@ -307,6 +326,14 @@ class Request:
         effects = self.attempts.found(attempt, reply.error)
         if effects:
             self._desk.metrics.ends_unheard.inc()
+        return effects
+
+    def hear_nobody(self) -> Effects:
+        """Nobody waits for the answer any more."""
+        was_wanted = self.attempts.error is None
+        effects = self.attempts.client_gone()
+        if was_wanted and self.attempts.error is not None:
+            self._desk.metrics.clients_gone.inc()
         return effects
 
     def hear_outcome(self, outcome: Outcome) -> Effects:
@@ -650,8 +677,10 @@ class Request:
             return
         route = self._route
         body = frames.keepalive(route.kind, route.model, route.request_id, route.created_at)
+        headers = frames.keepalive_headers(route.client_request_id)
+        nobody = f"{self._desk.bus.inbox_prefix}.{CLIENTS}.{route.request_id}.{self.attempts.attempt}"
         try:
-            self._desk.bus.send(route.reply, body, headers=frames.keepalive_headers(route.client_request_id))
+            self._desk.bus.send(route.reply, body, headers=headers, reply=nobody)
         except PrefixbusError as exc:
             self._desk.rt.caught(exc, "a keep-alive could not be sent", request_id=route.request_id)
             return

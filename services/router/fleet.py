@@ -151,6 +151,7 @@ class Worker:
         "bookings",
         "heard_at",
         "is_lost",
+        "is_suspect",
         "load",
         "queued",
         "queued_us",
@@ -159,7 +160,7 @@ class Worker:
     def __init__(self, load: Load, now: float, heard_at: float) -> None:
         self.load = load
         self.heard_at = heard_at
-        self.is_lost = False
+        self.is_suspect = self.is_lost = False
         self.bookings: dict[str, _Booking] = {}
         # Those of them that no report contains yet.
         self.queued: dict[str, _Booking] = {}
@@ -271,7 +272,7 @@ class Fleet:
             ended = None
             worker.load = load
             worker.heard_at = heard_at
-            worker.is_lost = False
+            worker.is_suspect = worker.is_lost = False
             worker.set_queue(load.queue_ms, now)
         for request_id in load.accepted:
             if request_id in worker.bookings:
@@ -305,6 +306,16 @@ class Fleet:
         self._settled.forget(now)
         self._accepted.forget(now)
         return lost
+
+    def newly_suspect(self, now: float) -> list[str]:
+        """Who has gone silent since the last call; to be told of, since `survey` looks by itself."""
+        suspect_before = self._listening.seconds(now) - self._suspect_after_s
+        found = []
+        for name, worker in self._workers.items():
+            if worker.heard_at < suspect_before and not worker.is_suspect:
+                worker.is_suspect = True
+                found.append(name)
+        return found
 
     # --- what to choose from
 

@@ -82,6 +82,17 @@ class Metrics:
             "Waits of requests for a worker that was late with its heartbeat.",
             registry=registry,
         )
+        self.leases = Counter(
+            "prefixbus_router_leases",
+            "Workers that went silent, by how long (suspect: no new work; lost).",
+            ["turn"],
+            registry=registry,
+        )
+        self.clients_gone = Counter(
+            "prefixbus_router_clients_gone",
+            "Requests whose client had stopped listening before a worker accepted them.",
+            registry=registry,
+        )
         self.unheard = Counter(
             "prefixbus_router_dispatches_unheard",
             "Dispatches that nobody heard, and that were sent once more.",

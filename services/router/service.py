@@ -26,7 +26,7 @@ from ..bus.messages import (
 )
 from ..bus.runtime import Runtime
 from . import policy
-from .dispatching import ABORTS, DISPATCHES, STARTED, STATUSES, Desk, Request
+from .dispatching import ABORTS, CLIENTS, DISPATCHES, STARTED, STATUSES, Desk, Request
 from .policy import Policy
 
 QUEUE_GROUP = "router"
@@ -51,6 +51,7 @@ async def run(rt: Runtime) -> None:
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{STATUSES}.*.*", wires.status)
+    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{CLIENTS}.*.*", wires.client)
     await rt.bus.follow(POLICY_STREAM, POLICY_SUBJECT, wires.new_policy, start="last")
     await anyio.sleep(LEARN_S)
     requests = await rt.listen(subjects.ALL_ROUTE, ROUTE, wires.route, queue=QUEUE_GROUP)
@@ -121,6 +122,12 @@ class Wires:
         if request is not None and not _nobody_listens(message):
             request.post(functools.partial(request.hear_status, attempt, CONTROL_REPLY.decode(message.data)))
 
+    def client(self, message: Msg) -> None:
+        """The server's word that nobody listens at a client's inbox. A client has no business answering there."""
+        request, _, _ = self._asked(message)
+        if request is not None and _nobody_listens(message):
+            self._desk.client_gone(request)
+
     async def new_policy(self, message: Msg) -> None:
         """An invalid policy is refused, and the one in force stays; without any, the configured one is."""
         try:
@@ -136,19 +143,23 @@ class Wires:
         self._rt.log.info("policy %s, version %s", chosen.name, chosen.version)
 
     def connection_changed(self, connected: bool) -> None:
-        now = self._desk.clock.now()
         if connected:
-            self._desk.fleet.back(now)
+            self._desk.reconnected()
         else:
-            self._desk.fleet.cut_off(now)
+            self._desk.fleet.cut_off(self._desk.clock.now())
 
     async def sweep(self) -> None:
         """Runs leases and bookings out, and shows the fleet's size."""
         desk = self._desk
         while True:
-            for lost in desk.fleet.sweep(desk.clock.now()):
+            now = desk.clock.now()
+            for lost in desk.fleet.sweep(now):
                 self._rt.log.warning("worker lost", extra={"fields": {"worker": lost.worker}})
+                desk.metrics.leases.labels("lost").inc()
                 desk.lost(lost)
+            for worker in desk.fleet.newly_suspect(now):
+                self._rt.log.warning("worker suspect", extra={"fields": {"worker": worker}})
+                desk.metrics.leases.labels("suspect").inc()
             desk.look_around()
             desk.metrics.in_hand.set(len(desk.in_hand))
             desk.metrics.in_flight.set(sum(desk.fleet.in_flight().values()))

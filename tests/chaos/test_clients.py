@@ -4,8 +4,9 @@ import asyncio
 import json
 import os
 import random
+import signal
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import aiohttp
 import nats
@@ -17,7 +18,7 @@ from support.nats import eventually
 
 from prefixbus.bus.errors import Cancelled, PrefixbusError
 from prefixbus.client import Client
-from prefixbus.cluster import state
+from prefixbus.cluster import deployment, state
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(60)]
 
@@ -89,6 +90,90 @@ async def test_a_client_that_vanishes_while_it_is_queued(cluster: Cluster) -> No
     await connection.close()
 
     await cluster.settles(GONE_WITHIN_S)
+
+
+@pytest.fixture(scope="module")
+def patient_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Whose routers wait for late workers longer than any test."""
+    arguments = ("--workers", "2", "--scale", "router=2")
+    environ = {"PREFIXBUS_ROUTER__LOST_AFTER_S": "120"}
+    with Cluster(tmp_path_factory.mktemp("patient"), *arguments, environ=environ) as running:
+        yield running
+
+
+@pytest.fixture
+async def late_workers(patient_cluster: Cluster) -> AsyncIterator[Callable[[], None]]:
+    """All workers are late with their heartbeats, as every router sees it, until the value is called."""
+    bridges = [name for name in patient_cluster.file.processes if name.startswith("bridge-")]
+    before = turned_suspect(patient_cluster)
+
+    def bring_back() -> None:
+        for name in bridges:
+            patient_cluster.signal(name, signal.SIGCONT)
+
+    async def all_are_late() -> bool:
+        counts = await asyncio.to_thread(turned_suspect, patient_cluster)
+        return all(count - before[router] >= len(bridges) for router, count in counts.items())
+
+    try:
+        for name in bridges:
+            patient_cluster.signal(name, signal.SIGSTOP)
+        await eventually(all_are_late, "every router misses all workers", 20)
+        yield bring_back
+    finally:
+        bring_back()
+
+
+def turned_suspect(cluster: Cluster) -> dict[str, float]:
+    """How often each router found a worker silent."""
+    key = 'prefixbus_router_leases_total{turn="suspect"}'
+    files = [file for file in deployment.run_files(cluster.state) if file.service == "router"]
+    return {file.instance: cluster.metrics_of(file).get(key, 0.0) for file in files}
+
+
+def prompt_tokens(cluster: Cluster) -> int:
+    """Of all prompts that engines were ever given."""
+    return sum(stats["totals"]["prompt_tokens"] for stats in cluster.engine_stats().values())
+
+
+@pytest.mark.parametrize("way", ["a cancel", "a closed connection", "an idle inbox"])
+async def test_a_client_that_vanishes_while_a_router_waits_for_workers(
+    patient_cluster: Cluster, late_workers: Callable[[], None], way: str
+) -> None:
+    cluster = patient_cluster
+    undispatched = 'prefixbus_router_requests_total{code="cancelled",decision="none"}'
+    given_up_before = cluster.metrics("router").get(undispatched, 0.0)
+    prompts_before = prompt_tokens(cluster)
+    request_id = uuid.uuid4().hex
+    connection = await connect(cluster)
+    inbox = connection.new_inbox()
+    subscription = await connection.subscribe(inbox)
+    body = json.dumps(chat("Is there anybody?", max_tokens=2000)).encode()
+
+    async def in_hand(wanted: int) -> bool:
+        return (await asyncio.to_thread(cluster.metrics, "router"))["prefixbus_router_in_hand"] == wanted
+
+    await connection.publish(SUBJECT, body, reply=inbox, headers={"Pb-Request-Id": request_id})
+    await connection.flush()
+    await eventually(lambda: in_hand(1), "a router has it")
+    match way:
+        case "a cancel":
+            await connection.publish(f"pb.v1.cancel.demo.{request_id}")
+        case "a closed connection":
+            await connection.close()
+        case "an idle inbox":
+            await subscription.unsubscribe()
+    if connection.is_connected:
+        await connection.flush()
+
+    await eventually(lambda: in_hand(0), "it is off the routers' books", GONE_WITHIN_S)
+    assert cluster.metrics("router")[undispatched] == given_up_before + 1
+    late_workers()
+    async with await cluster.client() as other:
+        answer = await ask(other, chat("Who is back?"))
+    assert prompt_tokens(cluster) - prompts_before == answer.usage["prompt_tokens"]
+    await cluster.settles()
+    await connection.close()
 
 
 async def test_a_client_that_stops_listening_and_stays_connected(cluster: Cluster) -> None:

@@ -350,6 +350,24 @@ def test_a_request_that_was_sent_again_is_withdrawn_and_given_to_nobody_else() -
     assert isinstance(running.error, Cancelled)
 
 
+def test_a_request_whose_client_has_gone_is_given_to_nobody() -> None:
+    waiting, asked = Attempts(4, patience_s=3.0), offered()
+    waiting.nobody_now(NoWorkers(), 100.0)
+
+    assert waiting.client_gone() == (Effect.ANSWER,)
+    assert waiting.look() == ()
+    assert asked.client_gone() == (Effect.WITHDRAW,)
+    assert asked.withdrawn(1, "") == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert isinstance(asked.error, Cancelled)
+
+
+def test_whoever_has_accepted_finds_out_itself_that_the_client_has_gone() -> None:
+    running = accepted()
+
+    assert running.client_gone() == ()
+    assert running.error is None
+
+
 def test_past_the_deadline_a_worker_that_says_nothing_is_not_waited_for() -> None:
     attempts = accepted()
 

@@ -236,6 +236,18 @@ def test_a_silent_worker_is_suspect_then_lost_then_taken_back() -> None:
     assert [one.name for one in survey(books, 3.2).available] == ["w1"]
 
 
+def test_each_silence_of_a_worker_is_told_of_once() -> None:
+    books = fleet(load())
+
+    pass_time(books, 0.0, 0.7)
+    first, again = books.newly_suspect(0.7), books.newly_suspect(0.7)
+    books.heard(load(report=2), 0.8)
+    heard = books.newly_suspect(0.9)
+    pass_time(books, 0.9, 0.7)
+
+    assert (first, again, heard, books.newly_suspect(1.6)) == (["w1"], [], [], ["w1"])
+
+
 def test_the_lease_clock_stands_still_while_the_router_is_cut_off() -> None:
     books = fleet(load())
 
