@@ -17,6 +17,11 @@ from .namespace import Namespace
 
 VERSION = 1
 
+GPU = 0
+HOST = 1
+TIERS = ("gpu", "host")
+"""Where a block is held. `Stored` and `Removed` say it by number, `Level` by name."""
+
 
 class MessageInvalid(PrefixbusError):
     """A message of another version, or none of ours."""
@@ -198,28 +203,32 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A run of blocks appeared; `parent` is the key before the first, 0 at the start of a chain."""
+    """A run of blocks appeared in a tier; `parent` is the key before the first, 0 at the start of a chain."""
 
     ns_id: bytes
     parent: int
     keys: bytes
+    tier: int = GPU
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The last copy of each of these blocks went."""
+    """The tier's last copy of each of these blocks went; the other tier keeps its own."""
 
     ns_id: bytes
     keys: bytes
+    tier: int = GPU
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The worker's whole cache went."""
+    """The worker's whole GPU cache went; with `host`, all that its host store held went too."""
+
+    host: bool = False
 
 
 class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=0):

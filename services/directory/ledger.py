@@ -11,7 +11,10 @@ Two devices carry most of it:
   it is right at once and swept later. A dump fills a slot that lookups cannot see, and is revealed when it is whole.
 - Events say what *is* (held, not held), so doing a suffix of them over again is harmless. Of a worker whose story has
   holes the last events are kept: a late one is put in place and what follows it repeated, and a dump gets all that came
-  after its seq."""
+  after its seq.
+
+A worker has a slot for each tier it holds blocks in: what happens to one copy of a block says nothing about the other.
+"""
 
 import bisect
 import enum
@@ -23,7 +26,7 @@ from operator import attrgetter
 from typing import NamedTuple, assert_never
 
 from ..bus.listening import ListeningClock
-from ..bus.messages import Cleared, Removed, Stored
+from ..bus.messages import GPU, HOST, Cleared, Removed, Stored
 from .index import Index
 
 Op = Stored | Removed | Cleared
@@ -144,8 +147,8 @@ class Rules:
 
 
 class WorkerView(NamedTuple):
-    """A worker as lookups should judge it. `slot` is None if it is lost; `complete` is false while its entries may be
-    wrong: usable, but less trusted."""
+    """A worker as lookups should judge it. `slot` is its GPU tier's, None if it is lost; `host_slot` is None also while
+    it has no host store; `complete` is false while its entries may be wrong: usable, but less trusted."""
 
     worker: str
     incarnation: int
@@ -153,6 +156,14 @@ class WorkerView(NamedTuple):
     slot: int | None
     complete: bool
     last_seq: int
+    host_slot: int | None = None
+
+
+class Holder(NamedTuple):
+    """Whose slot it is."""
+
+    worker: str
+    tier: int
 
 
 class _Kept(NamedTuple):
@@ -162,60 +173,77 @@ class _Kept(NamedTuple):
 
 
 class _Dump:
-    """A dump on its way in: an invisible slot that also gets every event after `true_for_seq`.
+    """A dump on its way in: invisible slots that also get every event after `true_for_seq`.
 
-    `removed` are the keys that those events removed, be they stored again or not: later parts have no say in them."""
+    `removed` are the keys that those events removed from a tier and namespace, be they stored again or not: later parts
+    have no say in them. They have none in a tier that was `cleared`."""
 
-    __slots__ = ("dump_id", "parts", "removed", "removed_count", "seen", "slot", "true_for_seq")
+    __slots__ = ("cleared", "dump_id", "parts", "removed", "removed_count", "seen", "slots", "true_for_seq")
 
-    def __init__(self, dump_id: int, parts: int, true_for_seq: int, slot: int) -> None:
+    def __init__(self, dump_id: int, parts: int, true_for_seq: int, slots: "_TierSlots") -> None:
         self.dump_id = dump_id
         self.parts = parts
         self.true_for_seq = true_for_seq
-        self.slot = slot
+        self.slots = slots
         self.seen: set[int] = set()
-        self.removed: dict[bytes, set[int]] = {}
+        self.cleared: set[int] = set()
+        self.removed: dict[tuple[int, bytes], set[int]] = {}
         self.removed_count = 0
 
 
+class _TierSlots:
+    """The slots of one worker: its GPU tier's, and its host store's from the first block there on."""
+
+    __slots__ = ("gpu", "host")
+
+    def __init__(self, gpu: int, host: int | None = None) -> None:
+        self.gpu = gpu
+        self.host = host
+
+
 class _Orphans:
-    """Runs whose parent the worker is not known to hold, by that parent. A lookup must not see them: behind a hole
-    they would look like the end of an unbroken chain."""
+    """Runs whose parent the worker is not known to hold, by tier, namespace and that parent. A lookup must not see
+    them: behind a hole they would look like the end of an unbroken chain."""
 
     __slots__ = ("blocks", "runs")
 
     def __init__(self) -> None:
-        self.runs: dict[tuple[bytes, int], set[bytes]] = {}
+        self.runs: dict[tuple[int, bytes, int], set[bytes]] = {}
         self.blocks = 0
 
-    def add(self, ns_id: bytes, parent: int, keys: bytes) -> None:
-        runs = self.runs.setdefault((ns_id, parent), set())
+    def add(self, tier: int, ns_id: bytes, parent: int, keys: bytes) -> None:
+        runs = self.runs.setdefault((tier, ns_id, parent), set())
         if keys not in runs:
             runs.add(keys)
             self.blocks += len(keys) // 8
 
-    def take(self, ns_id: bytes, parent: int) -> set[bytes]:
-        runs = self.runs.pop((ns_id, parent), set())
+    def take(self, tier: int, ns_id: bytes, parent: int) -> set[bytes]:
+        runs = self.runs.pop((tier, ns_id, parent), set())
         self.blocks -= sum(len(keys) for keys in runs) // 8
         return runs
 
-    def remove(self, ns_id: bytes, keys: bytes) -> None:
+    def remove(self, tier: int, ns_id: bytes, keys: bytes) -> None:
         """Cut these keys out of the runs; what followed one waits for it."""
         gone = set(_u64s(keys))
-        for of_ns_id, parent in list(self.runs):
-            if of_ns_id != ns_id:
+        for of_tier, of_ns_id, parent in list(self.runs):
+            if (of_tier, of_ns_id) != (tier, ns_id):
                 continue
-            for run in self.take(ns_id, parent):
+            for run in self.take(tier, ns_id, parent):
                 before, piece = parent, array("Q")
                 for key in _u64s(run):
                     if key not in gone:
                         piece.append(key)
                         continue
                     if piece:
-                        self.add(ns_id, before, piece.tobytes())
+                        self.add(tier, ns_id, before, piece.tobytes())
                     before, piece = key, array("Q")
                 if piece:
-                    self.add(ns_id, before, piece.tobytes())
+                    self.add(tier, ns_id, before, piece.tobytes())
+
+    def clear_gpu(self) -> None:
+        for tier, ns_id, parent in list(self.runs):
+            if tier == GPU:
+                self.take(tier, ns_id, parent)
 
     def clear(self) -> None:
         self.runs.clear()
@@ -251,17 +279,17 @@ class _Worker:
         "reason",
         "recent",
         "recent_blocks",
-        "slot",
+        "slots",
     )
 
     def __init__(
-        self, name: str, incarnation: int, lease: Lease, slot: int, heard_at: float, ask_wait_s: float
+        self, name: str, incarnation: int, lease: Lease, slots: _TierSlots, heard_at: float, ask_wait_s: float
     ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.lease = lease
         self.heard_at = heard_at
-        self.slot = slot
+        self.slots = slots
         self.last_seq = 0
         self.complete = True
         self.missing: set[int] = set()
@@ -281,8 +309,8 @@ class _Worker:
         self.ask_wait_s = ask_wait_s
 
     def view(self) -> WorkerView:
-        slot = None if self.lease is Lease.LOST else self.slot
-        return WorkerView(self.name, self.incarnation, self.lease, slot, self.complete, self.last_seq)
+        gpu, host = (None, None) if self.lease is Lease.LOST else (self.slots.gpu, self.slots.host)
+        return WorkerView(self.name, self.incarnation, self.lease, gpu, self.complete, self.last_seq, host)
 
 
 class Ledger:
@@ -298,7 +326,7 @@ class Ledger:
         self._leased: dict[str, _Worker] = {}
         # Longest silent first.
         self._lost: dict[str, _Worker] = {}
-        self._worker_at: dict[int, str] = {}
+        self._holders: dict[int, Holder] = {}
         self._listening = ListeningClock()
 
     def __repr__(self) -> str:
@@ -318,9 +346,9 @@ class Ledger:
         """Workers with a lease whose story has holes."""
         return [record.name for record in self._leased.values() if not record.complete]
 
-    def worker_at(self, slot: int) -> str | None:
+    def holder_at(self, slot: int) -> Holder | None:
         """Whose slot it is; None if it is closed or holds a dump that is not whole."""
-        return self._worker_at.get(slot)
+        return self._holders.get(slot)
 
     # --- what happens ---
 
@@ -350,11 +378,15 @@ class Ledger:
             index = self._index
             for op in ops:
                 if isinstance(op, Stored):
-                    index.store(op.ns_id, record.slot, op.keys)
+                    slot = record.slots.gpu if op.tier == GPU else self._slot_of(record, op.tier)
+                    if slot is not None:
+                        index.store(op.ns_id, slot, op.keys)
                 elif isinstance(op, Removed):
-                    index.remove(op.ns_id, record.slot, op.keys)
+                    slot = record.slots.gpu if op.tier == GPU else self._slot_of(record, op.tier)
+                    if slot is not None:
+                        index.remove(op.ns_id, slot, op.keys)
                 elif isinstance(op, Cleared):
-                    self._clear(record)
+                    self._clear(record, op)
                 else:
                     assert_never(op)
             return NO_EFFECTS
@@ -404,10 +436,13 @@ class Ledger:
             return effects or NO_EFFECTS
         dump.seen.add(part)
         for run in runs:
-            keys, removed = run.keys, dump.removed.get(run.ns_id)
+            slot = self._dump_slot_of(dump, run.tier)
+            if slot is None or run.tier in dump.cleared:
+                continue
+            keys, removed = run.keys, dump.removed.get((run.tier, run.ns_id))
             if removed:
                 keys = array("Q", (key for key in _u64s(keys) if key not in removed)).tobytes()
-            self._index.store(run.ns_id, dump.slot, keys)
+            self._index.store(run.ns_id, slot, keys)
         record.ask_at = max(record.ask_at, at + self._rules.dump_stall_s)
         if len(dump.seen) == dump.parts:
             self._finish_dump(record, dump, at)
@@ -466,10 +501,10 @@ class Ledger:
                 self._void(record)
             self._lost.pop(worker, None)
         before = record.lease if record is not None else Lease.LOST
-        slot = self._slots.open()
-        record = _Worker(worker, incarnation, before, slot, self._lease_time(now), self._rules.ask_every_s)
+        slots = _TierSlots(self._slots.open())
+        record = _Worker(worker, incarnation, before, slots, self._lease_time(now), self._rules.ask_every_s)
         self._leased[worker] = record
-        self._worker_at[slot] = worker
+        self._holders[slots.gpu] = Holder(worker, GPU)
         self._turn(record, Sign.REPLACED, effects)
         return record
 
@@ -481,8 +516,9 @@ class Ledger:
     def _void(self, record: _Worker) -> None:
         """Drop all that is known of the worker but its incarnation and how far its events went."""
         self._abandon_dump(record)
-        self._slots.close(record.slot)
-        del self._worker_at[record.slot]
+        self._slots.close(record.slots.gpu)
+        del self._holders[record.slots.gpu]
+        self._renew_host_slot(record, None)
         record.orphans.clear()
         record.missing.clear()
         record.recent = []
@@ -495,8 +531,8 @@ class Ledger:
         """A lost worker of the same incarnation: it holds what it held, only we do not know what."""
         del self._lost[record.name]
         self._leased[record.name] = record
-        record.slot = self._slots.open()
-        self._worker_at[record.slot] = record.name
+        record.slots.gpu = self._slots.open()
+        self._holders[record.slots.gpu] = Holder(record.name, GPU)
         record.complete = True
         if record.last_seq:
             record.lost_through = record.last_seq
@@ -504,14 +540,40 @@ class Ledger:
             record.ask_at = max(at, record.asked_at + self._rules.ask_every_s)
 
     def _renew_slot(self, record: _Worker, slot: int) -> None:
-        old, record.slot = record.slot, slot
-        del self._worker_at[old]
-        self._worker_at[slot] = record.name
+        """Another slot is the worker's GPU tier; what is announced for the worker moves along."""
+        old, record.slots.gpu = record.slots.gpu, slot
+        del self._holders[old]
+        self._holders[slot] = Holder(record.name, GPU)
         self._slots.close(old, slot)
 
-    def _clear(self, record: _Worker) -> None:
-        if self._index.held_by(record.slot):
+    def _renew_host_slot(self, record: _Worker, slot: int | None) -> None:
+        old, record.slots.host = record.slots.host, slot
+        if old is not None:
+            del self._holders[old]
+            self._slots.close(old)
+        if slot is not None:
+            self._holders[slot] = Holder(record.name, HOST)
+
+    def _slot_of(self, record: _Worker, tier: int) -> int | None:
+        """None for a tier we do not know: its blocks are no business of ours."""
+        if tier == GPU:
+            return record.slots.gpu
+        if tier == HOST and record.slots.host is None:
+            self._renew_host_slot(record, self._slots.open())
+        return record.slots.host if tier == HOST else None
+
+    def _dump_slot_of(self, dump: _Dump, tier: int) -> int | None:
+        if tier == GPU:
+            return dump.slots.gpu
+        if tier == HOST and dump.slots.host is None:
+            dump.slots.host = self._slots.open(visible=False)
+        return dump.slots.host if tier == HOST else None
+
+    def _clear(self, record: _Worker, op: Cleared) -> None:
+        if self._index.held_by(record.slots.gpu):
             self._renew_slot(record, self._slots.open())
+        if op.host:
+            self._renew_host_slot(record, None)
 
     # --- order ---
 
@@ -540,9 +602,11 @@ class Ledger:
         if record.complete or record.missing or record.lost_through or record.last_seq < record.overdue_through:
             return
         # Whole again, so a parent that is still unknown is gone, and its children are held as reported.
-        for (ns_id, _), runs in record.orphans.runs.items():
-            for keys in runs:
-                self._index.store(ns_id, record.slot, keys)
+        for (tier, ns_id, _), runs in record.orphans.runs.items():
+            slot = self._slot_of(record, tier)
+            if slot is not None:
+                for keys in runs:
+                    self._index.store(ns_id, slot, keys)
         record.orphans.clear()
         self._abandon_dump(record)
         record.complete = True
@@ -608,19 +672,24 @@ class Ledger:
                     self._store_with_parent(record, op)
                 case Removed():
                     if record.orphans.runs:
-                        record.orphans.remove(op.ns_id, op.keys)
-                    self._index.remove(op.ns_id, record.slot, op.keys)
+                        record.orphans.remove(op.tier, op.ns_id, op.keys)
+                    slot = self._slot_of(record, op.tier)
+                    if slot is not None:
+                        self._index.remove(op.ns_id, slot, op.keys)
                 case Cleared():
-                    self._clear_with_holes(record, kept.seq)
+                    self._clear_with_holes(record, op, kept.seq)
                 case _:
                     assert_never(op)
             dump = record.dump
             if dump is not None and kept.seq > dump.true_for_seq:
                 self._apply_to_dump(record, dump, op)
 
-    def _clear_with_holes(self, record: _Worker, seq: int) -> None:
-        """Whatever was missed up to here is void with the rest."""
-        self._clear(record)
+    def _clear_with_holes(self, record: _Worker, op: Cleared, seq: int) -> None:
+        """If both tiers were cleared, whatever was missed up to here is void with the rest."""
+        self._clear(record, op)
+        if not op.host:
+            record.orphans.clear_gpu()
+            return
         record.orphans.clear()
         record.missing = {each for each in record.missing if each > seq}
         if record.lost_through <= seq:
@@ -633,9 +702,12 @@ class Ledger:
 
     def _store_with_parent(self, record: _Worker, op: Stored) -> None:
         """Store a run if its parent is held, and the quarantined runs that this makes reachable; else quarantine it."""
+        slot = self._slot_of(record, op.tier)
+        if slot is None:
+            return
         orphans = record.orphans
-        if op.parent and not self._index.holds(op.ns_id, record.slot, op.parent):
-            orphans.add(op.ns_id, op.parent, op.keys)
+        if op.parent and not self._index.holds(op.ns_id, slot, op.parent):
+            orphans.add(op.tier, op.ns_id, op.parent, op.keys)
             if orphans.blocks > self._rules.orphan_blocks_max:
                 orphans.clear()
                 record.reason = "orphans"
@@ -644,36 +716,49 @@ class Ledger:
         reachable = [op.keys]
         while reachable:
             keys = reachable.pop()
-            self._index.store(op.ns_id, record.slot, keys)
+            self._index.store(op.ns_id, slot, keys)
             if orphans.runs:
                 for key in _u64s(keys):
-                    reachable.extend(orphans.take(op.ns_id, key))
+                    reachable.extend(orphans.take(op.tier, op.ns_id, key))
 
     # --- dumps ---
 
     def _begin_dump(self, record: _Worker, dump_id: int, parts: int, true_for_seq: int) -> _Dump | None:
         self._abandon_dump(record)
-        dump = record.dump = _Dump(dump_id, parts, true_for_seq, self._slots.open(visible=False))
+        slots = _TierSlots(self._slots.open(visible=False))
+        dump = record.dump = _Dump(dump_id, parts, true_for_seq, slots)
         for op in [op for kept in record.recent if kept.seq > true_for_seq for op in kept.ops]:
             if record.dump is not None:
                 self._apply_to_dump(record, dump, op)
         return record.dump
 
     def _apply_to_dump(self, record: _Worker, dump: _Dump, op: Op) -> None:
-        """Do an event to the invisible slot. A `Cleared` never comes here: it makes older dumps pointless."""
+        """Do an event to the invisible slots. A `Cleared` of both tiers never comes here: it makes older dumps
+        pointless."""
         match op:
             case Stored():
-                self._index.store(op.ns_id, dump.slot, op.keys)
+                slot = self._dump_slot_of(dump, op.tier)
+                if slot is not None:
+                    self._index.store(op.ns_id, slot, op.keys)
             case Removed():
-                dump.removed.setdefault(op.ns_id, set()).update(_u64s(op.keys))
+                slot = self._dump_slot_of(dump, op.tier)
+                if slot is None:
+                    return
+                dump.removed.setdefault((op.tier, op.ns_id), set()).update(_u64s(op.keys))
                 dump.removed_count += len(op.keys) // 8
-                self._index.remove(op.ns_id, dump.slot, op.keys)
+                self._index.remove(op.ns_id, slot, op.keys)
                 if dump.removed_count > self._rules.removed_keys_max:
                     self._abandon_dump(record)
+            case Cleared():
+                self._slots.close(dump.slots.gpu)
+                dump.slots.gpu = self._slots.open(visible=False)
+                dump.cleared.add(GPU)
 
     def _abandon_dump(self, record: _Worker) -> None:
         if record.dump is not None:
-            self._slots.close(record.dump.slot)
+            for slot in (record.dump.slots.gpu, record.dump.slots.host):
+                if slot is not None:
+                    self._slots.close(slot)
             record.done_dump_id = record.dump.dump_id
             record.dump = None
 
@@ -681,8 +766,11 @@ class Ledger:
         """The dump is whole: what it covers is no longer missing, and its slot is the worker's."""
         record.dump = None
         record.done_dump_id = dump.dump_id
-        self._slots.reveal(dump.slot)
-        self._renew_slot(record, dump.slot)
+        self._slots.reveal(dump.slots.gpu)
+        self._renew_slot(record, dump.slots.gpu)
+        if dump.slots.host is not None:
+            self._slots.reveal(dump.slots.host)
+        self._renew_host_slot(record, dump.slots.host)
         record.orphans.clear()
         record.last_seq = max(record.last_seq, dump.true_for_seq)
         record.missing = {each for each in record.missing if each > dump.true_for_seq}

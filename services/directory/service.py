@@ -158,15 +158,14 @@ class Directory:
     def _levels(self, levels: Levels) -> list[Level]:
         named = []
         for depth, mask in levels:
-            workers = []
+            workers: list[list[str]] = [[] for _ in messages.TIERS]
             while mask:
                 low = mask & -mask
-                worker = self.ledger.worker_at(low.bit_length() - 1)
-                if worker is not None:
-                    workers.append(worker)
+                holder = self.ledger.holder_at(low.bit_length() - 1)
+                if holder is not None:
+                    workers[holder.tier].append(holder.worker)
                 mask ^= low
-            if workers:
-                named.append(Level(depth, workers))
+            named += [Level(depth, names, messages.TIERS[tier]) for tier, names in enumerate(workers) if names]
         return named
 
     def _perform(self, effects: Sequence[Effect]) -> None:

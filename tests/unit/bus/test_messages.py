@@ -125,3 +125,17 @@ def test_the_namespace_in_a_job_is_whole() -> None:
     job = sample(messages.Job)
 
     assert set(Namespace.__struct_fields__) == set(type(job.namespace).__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        pytest.param([0, bytes(16), 7, bytes(8)], messages.Stored(bytes(16), 7, bytes(8)), id="stored"),
+        pytest.param([1, bytes(16), bytes(8)], messages.Removed(bytes(16), bytes(8)), id="removed"),
+        pytest.param([2], messages.Cleared(), id="cleared"),
+    ],
+)
+def test_a_block_change_from_before_there_were_tiers_is_about_the_gpu(before: list[object], now: object) -> None:
+    data = msgspec.msgpack.encode([0, VERSION, "w", 1, 1, [before]])
+
+    assert messages.KV.decode(data) == messages.KvEvents(VERSION, "w", 1, 1, [now])  # type: ignore[list-item]  # one of three

@@ -10,12 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from prefixbus.bus.messages import Cleared, Removed, Stored
-from prefixbus.directory.index import Index, Slots
+from prefixbus.bus.messages import GPU, HOST, Cleared, Removed, Stored
+from prefixbus.directory.index import Index, Slots, depth_in
 from prefixbus.directory.ledger import (
     LEASES,
     AskDump,
     Effect,
+    Holder,
     Lease,
     Ledger,
     NewIncarnation,
@@ -25,6 +26,7 @@ from prefixbus.directory.ledger import (
     WorkerBack,
     WorkerLost,
     WorkerSuspect,
+    WorkerView,
 )
 from prefixbus.directory.predictions import Predictions
 
@@ -42,7 +44,8 @@ def run(first: int, count: int) -> bytes:
 
 CHAINS = [list(range(1, 11)), [1, 2, 3, 21, 22, 23], list(range(41, 49))]
 PARENTS = {key: ([0, *chain])[depth] for chain in CHAINS for depth, key in enumerate(chain)}
-Fact = tuple[bytes, int]
+# Tier, namespace, key.
+Fact = tuple[int, bytes, int]
 Send = Callable[[Ledger, float], Sequence[Effect]]
 
 
@@ -72,25 +75,26 @@ class TruthfulWorker:
         name, incarnation, seq = self.name, self.incarnation, self.seq
         self.stream.append(lambda ledger, now: ledger.events(name, incarnation, seq, ops, now))
 
-    def store(self, ns_id: bytes, chain: list[int], upto: int) -> list[Op]:
-        """Compute blocks until the chain is held that far; the event names what is new."""
-        new = [key for key in chain[:upto] if (ns_id, key) not in self.held]
-        self.held.update((ns_id, key) for key in new)
-        return [Stored(ns_id, PARENTS[new[0]], u64s(*new))] if new else []
+    def store(self, ns_id: bytes, chain: list[int], upto: int, tier: int = GPU) -> list[Op]:
+        """Compute (or copy to the host) blocks until the chain is held that far; the event names what is new."""
+        new = [key for key in chain[:upto] if (tier, ns_id, key) not in self.held]
+        self.held.update((tier, ns_id, key) for key in new)
+        return [Stored(ns_id, PARENTS[new[0]], u64s(*new), tier)] if new else []
 
-    def evict(self, ns_id: bytes, chain: list[int], downto: int) -> list[Op]:
-        """Evict from the tail; what grows on an evicted block went before it."""
+    def evict(self, ns_id: bytes, chain: list[int], downto: int, tier: int = GPU) -> list[Op]:
+        """Evict from the tail; what grows on an evicted block went before it. The other tier keeps its copies."""
         gone = set(chain[downto:])
         for other in CHAINS:
             first = next((depth for depth, key in enumerate(other) if key in gone), len(other))
             gone.update(other[first:])
-        mine = [key for key in sorted(gone, reverse=True) if (ns_id, key) in self.held]
-        self.held.difference_update((ns_id, key) for key in mine)
-        return [Removed(ns_id, u64s(*mine))] if mine else []
+        mine = [key for key in sorted(gone, reverse=True) if (tier, ns_id, key) in self.held]
+        self.held.difference_update((tier, ns_id, key) for key in mine)
+        return [Removed(ns_id, u64s(*mine), tier)] if mine else []
 
-    def clear(self) -> list[Op]:
-        self.held.clear()
-        return [Cleared()]
+    def clear(self, host: bool) -> list[Op]:
+        """A reset engine cache, or an erase, which takes the host store along."""
+        self.held = set() if host else {fact for fact in self.held if fact[0] == HOST}
+        return [Cleared(host)]
 
     def dump(self, size: int) -> None:
         """Take stock now; the parts are written later, among other events."""
@@ -99,7 +103,7 @@ class TruthfulWorker:
         facts = sorted(self.held)
         pieces = [facts[at : at + size] for at in range(0, len(facts), size)] or [[]]
         for number, piece in enumerate(pieces):
-            runs = [Stored(ns_id, PARENTS[key], u64s(key)) for ns_id, key in piece]
+            runs = [Stored(ns_id, PARENTS[key], u64s(key), tier) for tier, ns_id, key in piece]
             self.dump_parts.append(self._part(name, incarnation, dump_id, number, len(pieces), seq, runs))
 
     @staticmethod
@@ -114,12 +118,14 @@ class TruthfulWorker:
 places = st.integers(0, 2)
 positions = st.integers(0, 30)
 namespaces = st.sampled_from([NS, OTHER_NS])
+tiers = st.sampled_from([GPU, GPU, HOST])
 chains = st.sampled_from(CHAINS)
 depths = st.integers(0, 10)
-# A step of a burst: the chain, how far it is computed and then evicted, and what else happens.
-Step = tuple[list[int], int, int, str]
-fates = st.sampled_from(["fine", "fine", "fine", "lost", "late", "dumped", "cleared"])
-scripts: st.SearchStrategy[list[Step]] = st.lists(st.tuples(chains, depths, depths, fates), min_size=1, max_size=8)
+# A step of a burst: the tier and chain, how far it is computed and then evicted, and what else happens.
+Step = tuple[int, list[int], int, int, str]
+fates = st.sampled_from(["fine", "fine", "fine", "lost", "late", "dumped", "cleared", "erased"])
+steps = st.tuples(tiers, chains, depths, depths, fates)
+scripts: st.SearchStrategy[list[Step]] = st.lists(steps, min_size=1, max_size=8)
 # Bounds that a short history reaches.
 TIGHT = Rules(missing_max=4, recent_blocks_max=24, orphan_blocks_max=6, removed_keys_max=12)
 
@@ -146,15 +152,21 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
 
     # What workers do.
 
-    @rule(place=places, ns_id=namespaces, chain=chains, upto=depths)
-    def worker_computes(self, place: int, ns_id: bytes, chain: list[int], upto: int) -> None:
+    @rule(place=places, ns_id=namespaces, chain=chains, upto=depths, tier=tiers)
+    def worker_computes(self, place: int, ns_id: bytes, chain: list[int], upto: int, tier: int) -> None:
         worker = self.workers[place]
-        worker.tell(worker.store(ns_id, chain, upto))
+        worker.tell(worker.store(ns_id, chain, upto, tier))
 
-    @rule(place=places, ns_id=namespaces, chain=chains, downto=depths)
-    def worker_evicts(self, place: int, ns_id: bytes, chain: list[int], downto: int) -> None:
+    @rule(place=places, ns_id=namespaces, chain=chains, downto=depths, tier=tiers)
+    def worker_evicts(self, place: int, ns_id: bytes, chain: list[int], downto: int, tier: int) -> None:
         worker = self.workers[place]
-        worker.tell(worker.evict(ns_id, chain, downto))
+        worker.tell(worker.evict(ns_id, chain, downto, tier))
+
+    @rule(place=places, ns_id=namespaces, chain=chains, upto=depths)
+    def worker_copies_to_its_host_and_evicts_all(self, place: int, ns_id: bytes, chain: list[int], upto: int) -> None:
+        worker = self.workers[place]
+        worker.tell(worker.store(ns_id, chain, upto) + worker.store(ns_id, chain, upto, HOST))
+        worker.tell(worker.evict(ns_id, chain, 0))
 
     @rule(place=places, ns_id=namespaces, chain=chains, downto=depths, other=chains, upto=depths, clears=st.booleans())
     def worker_does_many_things_in_one_event(
@@ -163,12 +175,12 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
         worker = self.workers[place]
         ops = worker.evict(ns_id, chain, downto) + worker.store(ns_id, other, upto)
         if clears:
-            ops += worker.clear() + worker.store(NS, chain, downto)
+            ops += worker.clear(host=upto > 5) + worker.store(NS, chain, downto)
         worker.tell(ops)
 
-    @rule(place=places)
-    def worker_clears_its_cache(self, place: int) -> None:
-        self.workers[place].tell(self.workers[place].clear())
+    @rule(place=places, host=st.booleans())
+    def worker_clears_its_cache(self, place: int, host: bool) -> None:
+        self.workers[place].tell(self.workers[place].clear(host))
 
     @rule(place=places)
     def worker_restarts(self, place: int) -> None:
@@ -251,7 +263,7 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
             self.deliver(worker)
         if early:
             worker.dump(size)
-        self.play(worker, (CHAINS[1], 5, 3, "lost"))
+        self.play(worker, (GPU, CHAINS[1], 5, 3, "lost"))
         if not early:
             worker.dump(size)
         for step in script:
@@ -261,12 +273,12 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
             worker.write_dump_part()
 
     def play(self, worker: TruthfulWorker, step: Step) -> None:
-        chain, upto, downto, fate = step
-        if fate == "cleared":
-            worker.tell(worker.clear() + worker.store(NS, chain, downto))
+        tier, chain, upto, downto, fate = step
+        if fate in ("cleared", "erased"):
+            worker.tell(worker.clear(fate == "erased") + worker.store(NS, chain, downto, tier))
         else:
-            worker.tell(worker.store(NS, chain, upto))
-            worker.tell(worker.evict(NS, chain, downto))
+            worker.tell(worker.store(NS, chain, upto, tier))
+            worker.tell(worker.evict(NS, chain, downto, tier))
         if fate == "lost":
             worker.stream.pop()
         elif fate == "late":
@@ -303,9 +315,14 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
 
     # What must hold.
 
-    def held_at(self, slot: int) -> frozenset[Fact]:
-        facts = [(ns_id, key) for ns_id in (NS, OTHER_NS) for key in PARENTS]
-        return frozenset(fact for fact in facts if self.index.holds(fact[0], slot, fact[1]))
+    def held_by(self, view: WorkerView) -> frozenset[Fact]:
+        return frozenset(
+            (tier, ns_id, key)
+            for tier, slot in ((GPU, view.slot), (HOST, view.host_slot))
+            for ns_id in (NS, OTHER_NS)
+            for key in PARENTS
+            if slot is not None and self.index.holds(ns_id, slot, key)
+        )
 
     @invariant()
     def what_is_called_complete_is_exact(self) -> None:
@@ -313,24 +330,26 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
             view = self.ledger.view(worker.name)
             if view is not None and view.complete:
                 assert view.slot is not None
-                assert self.held_at(view.slot) == worker.truth[view.incarnation, view.last_seq]
+                assert self.held_by(view) == worker.truth[view.incarnation, view.last_seq]
 
     @invariant()
     def lookups_see_the_slots_of_workers_and_no_other(self) -> None:
-        mine = {view.slot: view.worker for view in self.ledger.views()}
+        views = list(self.ledger.views())
+        mine = {view.slot: Holder(view.worker, GPU) for view in views}
+        mine |= {view.host_slot: Holder(view.worker, HOST) for view in views}
         assert self.slots.visible == sum(1 << slot for slot in mine if slot is not None)
-        assert all(self.ledger.worker_at(slot) == mine.get(slot) for slot in range(self.slots.width))
+        assert all(self.ledger.holder_at(slot) == mine.get(slot) for slot in range(self.slots.width))
 
     @invariant()
     def no_chain_is_seen_beyond_a_quarantined_parent(self) -> None:
         """What the worker reported is held behind its parent only: lookups and exact walks agree."""
         for view in self.ledger.views():
-            if view.slot is None or not view.complete:
-                continue
-            for chain in CHAINS:
-                levels = self.index.lookup(NS, u64s(*chain))
-                deep = next((depth for depth, mask in levels if mask >> view.slot & 1), 0)
-                assert deep == self.index.depth_of_slot(NS, view.slot, u64s(*chain))
+            for slot in (view.slot, view.host_slot):
+                if slot is None or not view.complete:
+                    continue
+                for chain in CHAINS:
+                    levels = self.index.lookup(NS, u64s(*chain))
+                    assert depth_in(levels, slot) == self.index.depth_of_slot(NS, slot, u64s(*chain))
 
     def teardown(self) -> None:
         if self.cut:
@@ -349,11 +368,12 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
             assert view is not None
             assert view.slot is not None
             assert (view.incarnation, view.lease, view.complete) == (worker.incarnation, Lease.ALIVE, True)
-            assert self.held_at(view.slot) == worker.held
+            assert self.held_by(view) == worker.held
         while self.index.sweep(1000) or self.predictions.expire(self.now):
             pass
         assert self.index.pairs == sum(len(worker.held) for worker in self.workers)
-        assert self.slots.open_count == 3
+        views = list(self.ledger.views())
+        assert self.slots.open_count == 3 + sum(view.host_slot is not None for view in views)
 
 
 LedgerConvergesToTheTruth.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
@@ -578,6 +598,89 @@ def test_predictions_follow_a_cleared_cache_and_end_with_a_restart() -> None:
     assert predictions.lookup(bench.index, NS, run(1, 9)) == []
 
 
+# Tiers
+
+
+def levels_by_holder(bench: Bench, first: int = 1) -> dict[Holder, int]:
+    found: dict[Holder, int] = {}
+    for depth, mask in bench.index.lookup(NS, run(first, 64)):
+        for slot in range(mask.bit_length()):
+            holder = bench.ledger.holder_at(slot)
+            if mask >> slot & 1 and holder is not None:
+                found[holder] = depth
+    return found
+
+
+def test_a_look_up_names_each_tiers_depth() -> None:
+    bench = Bench().alive()
+
+    bench.ledger.events("w", 1, 1, [Stored(NS, 0, run(1, 4)), Stored(NS, 0, run(1, 9), HOST)], 0.0)
+
+    assert levels_by_holder(bench) == {Holder("w", GPU): 4, Holder("w", HOST): 9}
+
+
+@pytest.mark.parametrize(
+    ("op", "left"),
+    [
+        pytest.param(Removed(NS, run(1, 4)), {Holder("w", HOST): 4}, id="the GPU copy is removed"),
+        pytest.param(Removed(NS, run(1, 4), HOST), {Holder("w", GPU): 4}, id="the host copy is removed"),
+        pytest.param(Cleared(), {Holder("w", HOST): 4}, id="the engine's cache is reset"),
+        pytest.param(Cleared(host=True), {}, id="all is erased"),
+    ],
+)
+def test_what_happens_to_one_copy_says_nothing_about_the_other(op: Op, left: dict[Holder, int]) -> None:
+    bench = Bench().alive()
+    bench.ledger.events("w", 1, 1, [Stored(NS, 0, run(1, 4)), Stored(NS, 0, run(1, 4), HOST)], 0.0)
+
+    bench.ledger.events("w", 1, 2, [op], 0.0)
+
+    assert levels_by_holder(bench) == left
+
+
+def test_a_restart_voids_both_tiers_at_once() -> None:
+    bench = Bench().alive()
+    bench.ledger.events("w", 1, 1, [Stored(NS, 0, run(1, 4)), Stored(NS, 0, run(1, 4), HOST)], 0.0)
+
+    bench.ledger.heartbeat("w", 2, 0, 0.1)
+
+    assert levels_by_holder(bench) == {}
+    assert bench.index.slots.open_count == 1
+
+
+def test_one_workers_eviction_never_drops_anothers_entry() -> None:
+    bench = Bench().alive()
+    both = [Stored(NS, 0, run(1, 4)), Stored(NS, 0, run(1, 4), HOST)]
+    for worker in ("w", "v"):
+        bench.ledger.events(worker, 1, 1, both, 0.0)
+
+    bench.ledger.events("v", 1, 2, [Removed(NS, run(1, 4)), Removed(NS, run(2, 3), HOST)], 0.0)
+
+    assert levels_by_holder(bench) == {Holder("w", GPU): 4, Holder("w", HOST): 4, Holder("v", HOST): 1}
+
+
+def test_a_dump_tells_of_both_tiers_and_replaces_both() -> None:
+    bench = Bench().alive()
+    bench.ledger.events("w", 1, 1, [Stored(NS, 0, run(1, 9)), Stored(NS, 0, run(1, 9), HOST)], 0.0)
+    bench.stored(3, 60)
+
+    bench.ledger.dump_chunk("w", 1, 1, 0, 1, 3, [Stored(NS, 0, run(1, 2)), Stored(NS, 0, run(1, 5), HOST)], 0.0)
+
+    assert levels_by_holder(bench) == {Holder("w", GPU): 2, Holder("w", HOST): 5}
+    assert bench.complete
+
+
+def test_a_tier_we_do_not_know_is_left_alone() -> None:
+    """A newer bridge, or a dump of one, may tell of more than this directory understands."""
+    bench = Bench().alive()
+    ops: list[Op] = [Stored(NS, 0, run(1, 4)), Stored(NS, 0, run(1, 9), 2), Removed(NS, run(1, 4), -1)]
+
+    bench.ledger.events("w", 1, 1, ops, 0.0)
+    bench.ledger.events("w", 1, 3, ops, 0.0)
+    bench.ledger.dump_chunk("w", 1, 1, 0, 1, 3, [Stored(NS, 0, run(1, 3)), Stored(NS, 0, run(1, 9), 2)], 0.0)
+
+    assert levels_by_holder(bench) == {Holder("w", GPU): 3}
+
+
 # Order and loss
 
 
@@ -693,15 +796,31 @@ def test_events_that_race_with_a_dump_win_where_they_are_newer() -> None:
     assert bench.complete
 
 
-def test_a_cleared_cache_ends_every_doubt_and_every_older_dump() -> None:
+def test_a_cache_cleared_in_both_tiers_ends_every_doubt_and_every_older_dump() -> None:
+    bench = Bench().alive()
+    bench.stored(5, 1, 4)
+    bench.dump(1, 0, 2, 5, run(1, 4))
+
+    bench.ledger.events("w", 1, 6, [Cleared(host=True), Stored(NS, 0, run(1, 2))], 0.0)
+    bench.dump(1, 1, 2, 5, run(5, 4))
+
+    assert (bench.depth(), bench.complete) == (2, True)
+
+
+def test_a_cleared_gpu_cache_voids_what_a_dump_on_its_way_says_of_the_gpu_and_leaves_the_rest_in_doubt() -> None:
+    """What was missed may have been about the host store, which a reset engine cache says nothing about."""
     bench = Bench().alive()
     bench.stored(5, 1, 4)
     bench.dump(1, 0, 2, 5, run(1, 4))
 
     bench.ledger.events("w", 1, 6, [Cleared(), Stored(NS, 0, run(1, 2))], 0.0)
-    bench.dump(1, 1, 2, 5, run(5, 4))
+    doubted = not bench.complete
+    on_host = [Stored(NS, 0, run(40, 4), HOST), Stored(NS, 0, run(5, 4))]
+    bench.ledger.dump_chunk("w", 1, 1, 1, 2, 5, on_host, 0.0)
 
-    assert (bench.depth(), bench.complete) == (2, True)
+    assert doubted
+    assert [bench.depth(first) for first in (1, 5, 40)] == [2, 0, 4]
+    assert bench.complete
 
 
 def test_late_duplicates_of_events_and_dumps_are_harmless() -> None:
@@ -835,7 +954,7 @@ def test_a_dump_from_before_a_cleared_cache_is_void_even_if_more_is_missing() ->
     bench.stored(2, 1, 4)
     bench.dump(1, 0, 2, 2, run(1, 4))
     bench.stored(5, 60, 2)
-    bench.ledger.events("w", 1, 3, [Cleared()], 0.0)
+    bench.ledger.events("w", 1, 3, [Cleared(host=True)], 0.0)
 
     bench.dump(1, 1, 2, 2, run(5, 4))
     bench.stored(4, 70, 2)
