@@ -9,6 +9,7 @@ with the step.
 Owns: the queues, the pool, totals, the count of wrong hits.   Must not know: text, HTTP, ZMQ, clocks, asyncio.
 Units: milliseconds, tokens, blocks.   Source: facts on vLLM 0.32; vLLM v1's scheduler and block pool."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -247,6 +248,14 @@ class EngineCore:
         self.totals.generated_tokens += steps * count
         self._close(result, ended_ms)
         return result
+
+    def undisturbed_ms(self) -> float:
+        """How long the run of decode-only steps is that `advance` would take in one go if nothing came in between; 0
+        if an ordinary step is due. Changes nothing: a caller that knows no `until` waits this long, or until then."""
+        steps = self._decode_run_length(math.inf)
+        if steps < 2:
+            return 0.0
+        return self._decode_run_ms(steps, len(self.running), sum(r.sequence.length for r in self.running))
 
     # -- one step's parts
 

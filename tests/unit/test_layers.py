@@ -13,6 +13,8 @@ ROOT = SERVICES.parent
 
 # Rooms that put others together, or stand in for them.
 COMPOSERS = {"cluster", "cli", "__main__"}
+# Rooms that run others' decisions offline, or stand in for them: they may import what is pure, wherever it is.
+OFFLINE = {"lab", "engine_sim"}
 # A module that meets the world says so in its first lines, by name of the rule it is exempt from.
 SHELL_MARK = "noqa: TID251"
 IMPURE = {
@@ -58,16 +60,49 @@ def imports_of(path: Path) -> Iterator[tuple[str, str]]:
                 yield from (("room", alias.name) for alias in node.names if alias.name != "__version__")
 
 
+def project_modules_of(path: Path) -> Iterator[Path]:
+    """The files of the package's modules that a module imports names from, or imports themselves."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            package = path.relative_to(SERVICES).parts[:-1]
+            parts = [*package[: len(package) - (node.level - 1)], *(node.module or "").split(".")]
+            base = SERVICES.joinpath(*filter(None, parts))
+            if base.with_suffix(".py").exists():
+                yield base.with_suffix(".py")
+            else:
+                yield from (file for alias in node.names if (file := base / f"{alias.name}.py").exists())
+
+
+def is_shell(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return path.name.endswith("service.py") or SHELL_MARK in "\n".join(text.splitlines()[:5])
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SERVICES)))
 def test_a_room_imports_bus_and_itself(path: Path) -> None:
     room = room_of(path)
     if room in COMPOSERS:
         return
     allowed = {room} if room == "bus" else {room, "bus"}
+    if room in OFFLINE:
+        allowed |= {room_of(module) for module in project_modules_of(path)}
 
     foreign = {name for kind, name in imports_of(path) if kind == "room"} - allowed
 
     assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in modules() if room_of(path) in OFFLINE],
+    ids=lambda path: str(path.relative_to(SERVICES)),
+)
+def test_what_runs_offline_imports_only_what_is_pure(path: Path) -> None:
+    foreign = [module for module in project_modules_of(path) if room_of(module) not in (room_of(path), "bus")]
+
+    shells = [module for module in foreign if is_shell(module) or room_of(module) in COMPOSERS]
+
+    assert not shells, f"{path.relative_to(ROOT)} imports {[str(module.relative_to(ROOT)) for module in shells]}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SERVICES)))
@@ -77,9 +112,7 @@ def test_the_package_is_imported_relatively(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SERVICES)))
 def test_a_module_without_the_shell_mark_is_pure(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    is_shell = path.name.endswith("service.py") or SHELL_MARK in "\n".join(text.splitlines()[:5])
-    if is_shell or room_of(path) in COMPOSERS or path.name == "secretfile.py":
+    if is_shell(path) or room_of(path) in COMPOSERS or path.name == "secretfile.py":
         return
 
     impure = {name for kind, name in imports_of(path) if kind == "outside"} & IMPURE

@@ -1,0 +1,165 @@
+"""A fleet on one virtual clock: production routers, directory and admission in front of simulated engines.
+
+    result = run(Setup(routers=4), workload)
+
+Owns: the composition of a run, and its end.   Must not know: what is asked, which policy is good.
+Units: seconds on the timeline. Deterministic: equal arguments, equal results."""
+
+from ..bus.errors import PrefixbusError
+from ..bus.messages import Outcome
+from ..engine_sim.request import Request
+from .directory import Directory
+from .results import Result, Served, WorkerTotals
+from .router import Router
+from .setup import Setup
+from .timeline import Timeline
+from .wires import Wires
+from .worker import Worker
+from .workload import Workload
+
+# How often routers and directory look at their leases and at what has expired.
+TICK_S = 0.1
+# After the last end: what was promised to the directory expires 1 s after its outcome.
+SETTLE_S = 2.0
+# Nothing takes longer than this after the last arrival but a run that will never end.
+GIVE_UP_S = 24 * 3600.0
+
+
+class NeverEnds(RuntimeError):
+    """Requests are still open a day after the last one came: the fleet is overloaded beyond sense, or hangs."""
+
+
+class World:
+    """One run's parts; `run` plays it once. Tests look into the parts."""
+
+    def __init__(self, setup: Setup, workload: Workload) -> None:
+        self.setup = setup
+        self.timeline = Timeline()
+        self.directory = Directory()
+        self.wires = Wires(self.timeline, setup, self.directory)
+        width = len(str(setup.workers - 1))
+        self.workers = [
+            Worker(f"w{number:0{width}d}", self.timeline, self.wires, setup, workload.block_size, self._ended)
+            for number in range(setup.workers)
+        ]
+        self.routers = [
+            Router(f"r{number}", self.timeline, self.wires, setup, self._answered) for number in range(setup.routers)
+        ]
+        self.wires.workers.update({worker.name: worker for worker in self.workers})
+        self.wires.routers.extend(self.routers)
+        self.served: list[Served] = []
+        self._by_id: dict[str, Served] = {}
+        self._arrivals = workload.arrivals
+        self._open = len(workload.arrivals)
+
+    def __repr__(self) -> str:
+        return f"<World {self.timeline!r} open={self._open}>"
+
+    def run(self) -> Result:
+        """:raises NeverEnds: requests are left, a day after the last one came."""
+        timeline = self.timeline
+        for worker in self.workers:
+            worker.report()
+        timeline.run_until(self.setup.hop_s)
+        started_at = timeline.now
+        timeline.after(TICK_S, self._tick)
+        if self._arrivals:
+            timeline.at(started_at + self._arrivals[0].at, self._arrive, started_at, 0)
+            last_at = started_at + self._arrivals[-1].at
+            timeline.run(lambda: self._open > 0 and timeline.now < last_at + GIVE_UP_S)
+        if self._open:
+            raise NeverEnds(f"{self._open} of {len(self._arrivals)} requests are open")
+        ended_at = timeline.now
+        setup = self.setup
+        delays_s = setup.event_delay_s + (setup.announce_delay_s or 0.0) + (setup.predict_delay_s or 0.0)
+        timeline.run_until(ended_at + SETTLE_S + delays_s)
+        return Result(
+            served=self.served,
+            workers=[self._totals(worker) for worker in self.workers],
+            leftovers=self._leftovers(),
+            ended_at=ended_at - started_at,
+            dumps_asked=self.directory.dumps_asked,
+            lost_events=self.wires.lost_events,
+        )
+
+    def _arrive(self, started_at: float, number: int) -> None:
+        arrival = self._arrivals[number]
+        request_id = f"{number:08d}"
+        router = self.routers[number % len(self.routers)]
+        served = Served(
+            request_id=request_id,
+            at=self.timeline.now,
+            tenant=arrival.tenant,
+            prefix_class=arrival.prefix_class,
+            router=router.name,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+        )
+        self.served.append(served)
+        self._by_id[request_id] = served
+        router.serve(request_id, arrival)
+        if arrival.cancel_after_s is not None:
+            self.timeline.after(arrival.cancel_after_s, self.wires.cancel, arrival.tenant, request_id)
+        if number + 1 < len(self._arrivals):
+            next_at = started_at + self._arrivals[number + 1].at
+            self.timeline.at(max(next_at, self.timeline.now), self._arrive, started_at, number + 1)
+
+    def _ended(self, outcome: Outcome, request: Request) -> None:
+        """A worker ended an attempt."""
+        served = self._close(outcome.request_id, outcome.status, outcome.error)
+        served.worker = outcome.worker
+        served.decision = outcome.decision
+        served.attempts = outcome.attempt
+        served.predicted_tokens = outcome.predicted_tokens
+        served.cached_tokens = outcome.cached_tokens
+        served.prefill_tokens = outcome.prefill_tokens
+        at_ms = served.at * 1000
+        if request.scheduled_ms is not None:
+            served.queue_ms = request.scheduled_ms - at_ms
+        if request.first_token_ms is not None:
+            served.ttft_ms = request.first_token_ms - at_ms
+        served.e2e_ms = self.timeline.now * 1000 - at_ms
+
+    def _answered(self, request_id: str, error: PrefixbusError) -> None:
+        """A router ended a request."""
+        self._close(request_id, "cancelled" if error.code == "cancelled" else "shed", error.code)
+
+    def _close(self, request_id: str, status: str, error: str) -> Served:
+        served = self._by_id[request_id]
+        if served.status:
+            raise AssertionError(f"{request_id} ended twice: {served.status}, {status}")
+        served.status = status
+        served.error = error
+        self._open -= 1
+        return served
+
+    def _tick(self) -> None:
+        for router in self.routers:
+            router.tick()
+        self.wires.ask_dumps(self.directory.tick(self.timeline.now))
+        self.timeline.after(TICK_S, self._tick)
+
+    def _totals(self, worker: Worker) -> WorkerTotals:
+        mine = [one for one in self.served if one.worker == worker.name]
+        totals = worker.core.totals
+        return WorkerTotals(
+            worker=worker.name,
+            requests=len(mine),
+            prompt_tokens=sum(one.prompt_tokens for one in mine),
+            computed_tokens=totals.computed_tokens,
+            busy_ms=totals.busy_ms,
+            refused=worker.refused_count,
+            preemptions=totals.preemptions,
+        )
+
+    def _leftovers(self) -> list[str]:
+        left = [f"{router.name}: {entry}" for router in self.routers for entry in router.fleet.idle()]
+        left += [f"{router.name}: {request_id} in hand" for router in self.routers for request_id in router.in_hand]
+        if len(self.directory.predictions):
+            left.append(f"directory: {self.directory.predictions!r}")
+        left += [f"{worker.name}: {worker.admission!r}" for worker in self.workers if worker.admission.busy]
+        return left
+
+
+def run(setup: Setup, workload: Workload) -> Result:
+    return World(setup, workload).run()

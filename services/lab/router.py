@@ -1,0 +1,267 @@
+"""A router in virtual time: the production decision, attempts and books, between messages that take a while.
+
+Owns: one router's view and its requests in hand; what router/dispatching.py does live, without timers: in the lab no
+dispatch and no answer is lost.   Must not know: engines, other routers.
+Units: seconds; wall time and monotonic time are one here."""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+
+from ..bus.errors import Overloaded, PrefixbusError
+from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
+from ..router import policy
+from ..router.attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects
+from ..router.cost import PROFILES
+from ..router.fleet import Available, Fleet
+from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, RequestShape
+from ..router.shortlist import Shortlist, shortlist
+from ..router.traffic import Traffic
+from .setup import Choose, Setup
+from .timeline import Timeline
+from .wires import Wires
+from .worker import INCARNATION, MODEL, SERVES
+from .workload import Arrival, ns_of
+
+# As in router/dispatching.py and the config's defaults.
+ANNOUNCED_S = 10.0
+UNLISTED_S = 2.0
+ACCEPT_S = 0.5
+SUSPECT_AFTER_S = 0.6
+LOST_AFTER_S = 3.0
+
+OnAnswer = Callable[[str, PrefixbusError], None]
+"""The router itself ended a request."""
+
+
+class Router:
+    def __init__(self, name: str, timeline: Timeline, wires: Wires, setup: Setup, on_answer: OnAnswer) -> None:
+        self.name = name
+        self.timeline = timeline
+        self.wires = wires
+        self.setup = setup
+        self.on_answer = on_answer
+        self.fleet = Fleet(SUSPECT_AFTER_S, LOST_AFTER_S)
+        self.traffic = Traffic()
+        self.model = setup.model or PROFILES[setup.profile]
+        self.ordinals = itertools.count()
+        self.in_hand: dict[str, _Request] = {}
+
+    def __repr__(self) -> str:
+        return f"<Router {self.name} in hand={len(self.in_hand)} {self.fleet!r}>"
+
+    def serve(self, request_id: str, arrival: Arrival) -> None:
+        self.in_hand[request_id] = request = _Request(self, request_id, arrival)
+        self.wires.look_up(Lookup(VERSION, request.route.ns_id, arrival.keys), request.looked_up)
+
+    def decide(self, route: Route, available: list[Available], holdings: Holdings, shared_blocks: int) -> Decision:
+        now = self.timeline.now
+        wanted = self.setup.policy
+        weights = wanted if isinstance(wanted, Policy) else Policy()
+        whole_fleet = SCHEMES[weights.name].whole_fleet if isinstance(wanted, Policy) else True
+        short = shortlist(
+            route,
+            available,
+            holdings,
+            shared_blocks,
+            self.model,
+            weights,
+            now,
+            whole_fleet=whole_fleet,
+            ordinal=next(self.ordinals),
+        )
+        if isinstance(wanted, Policy):
+            return policy.decide(short.shape, short.candidates, wanted, now)
+        return _by_rule(wanted, short, now)
+
+    # --- what is heard ---
+
+    def hear_load(self, load: Load) -> None:
+        self.fleet.heard(load, self.timeline.now)
+
+    def hear_accept(self, accept: Accept) -> None:
+        request = self.in_hand.get(accept.request_id)
+        if accept.refused == QUEUE_TOO_LONG:
+            self.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, self.timeline.now)
+        if request is not None:
+            request.hear_accept(accept)
+
+    def hear_dispatched(self, announced: Dispatched) -> None:
+        now = self.timeline.now
+        if not announced.worker:
+            self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
+            return
+        if announced.attempt == 1:
+            self.traffic.note(announced.ns_id, announced.keys)
+        self.fleet.book(
+            announced.request_id,
+            announced.attempt,
+            announced.worker,
+            announced.incarnation,
+            announced.prefill_ms,
+            now,
+            max(now, announced.expires_at),
+            unlisted_until=now + ACCEPT_S + UNLISTED_S,
+        )
+
+    def hear_outcome(self, outcome: Outcome) -> None:
+        self.fleet.settle(outcome.request_id, outcome.attempt, self.timeline.now)
+        request = self.in_hand.get(outcome.request_id)
+        if request is not None:
+            request.perform(request.attempts.outcome(outcome.attempt))
+
+    def hear_cancel(self, tenant: str, request_id: str) -> None:
+        request = self.in_hand.get(request_id)
+        if request is not None:
+            request.perform(request.attempts.cancel())
+
+    def tick(self) -> None:
+        """Call it several times a second."""
+        self.fleet.sweep(self.timeline.now)
+
+
+class _Request:
+    """A request in hand."""
+
+    def __init__(self, router: Router, request_id: str, arrival: Arrival) -> None:
+        self.attempts = Attempts(router.setup.max_attempts)
+        self.route = Route(
+            v=VERSION,
+            request_id=request_id,
+            client_request_id=request_id,
+            tenant=arrival.tenant,
+            model=MODEL,
+            serves=SERVES,
+            ns_id=ns_of(arrival.tenant),
+            keys=arrival.keys,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+            prefix_class=arrival.prefix_class,
+            reply="",
+            deadline_at=math.inf,
+            job=b"",
+        )
+        self._router = router
+        self._arrival = arrival
+        self._holdings = Holdings(VERSION, [])
+        self._shared_blocks = 0
+        self._decision: Decision | None = None
+
+    def looked_up(self, holdings: Holdings) -> None:
+        if self.attempts.ended:
+            return
+        self._holdings = holdings
+        self._shared_blocks = self._router.traffic.shared_blocks(self.route.ns_id, self.route.keys)
+        self.perform((Effect.CHOOSE,))
+
+    def hear_accept(self, accept: Accept) -> None:
+        if accept.refused:
+            self.perform(self.attempts.refused(accept.attempt, accept.refused))
+        else:
+            self.perform(self.attempts.accepted(accept.attempt))
+
+    def perform(self, effects: Effects) -> None:
+        router = self._router
+        to_do = deque(effects)
+        while to_do:
+            match to_do.popleft():
+                case Effect.CHOOSE:
+                    to_do.extend(self._choose())
+                case Effect.SEND:
+                    self._send()
+                case Effect.TAKE_BACK:
+                    router.fleet.settle(
+                        self.route.request_id, self.attempts.attempt, router.timeline.now, never_ran=True
+                    )
+                    self._announce("", 0.0, b"")
+                case Effect.RELEASE:
+                    router.fleet.settle(self.route.request_id, self.attempts.attempt, router.timeline.now)
+                case Effect.ANSWER:
+                    router.on_answer(self.route.request_id, self.attempts.error or PrefixbusError())
+                case Effect.ABORT_STALE:
+                    pass
+                case effect:
+                    raise AssertionError(f"unreachable in the lab: {effect}")
+        if self.attempts.ended:
+            router.in_hand.pop(self.route.request_id, None)
+
+    def _choose(self) -> Effects:
+        router, attempts = self._router, self.attempts
+        survey = router.fleet.survey(MODEL, SERVES, router.timeline.now)
+        available = [one for one in survey.available if (one.name, one.worker.incarnation) not in attempts.avoid]
+        if not available:
+            return attempts.nobody(Overloaded())
+        self._decision = decision = router.decide(self.route, available, self._holdings, self._shared_blocks)
+        return attempts.decided(decision.worker, INCARNATION)
+
+    def _send(self) -> None:
+        router, route, attempts, decision = self._router, self.route, self.attempts, self._decision
+        assert decision is not None
+        now = router.timeline.now
+        router.fleet.book(
+            route.request_id, attempts.attempt, attempts.worker, INCARNATION, decision.work_ms, now, math.inf
+        )
+        if attempts.attempt == 1:
+            router.traffic.note(route.ns_id, route.keys)
+        is_bounded = router.setup.bounded_start and not attempts.is_last
+        dispatch = Dispatch(
+            v=VERSION,
+            request_id=route.request_id,
+            attempt=attempts.attempt,
+            incarnation=INCARNATION,
+            max_queue_ms=decision.max_queue_ms if is_bounded else NO_LIMIT_MS,
+            accept_by_at=now + ACCEPT_S,
+            prefill_ms=decision.work_ms,
+            predicted_tokens=decision.predicted_tokens,
+            decision=decision.name,
+            ns_id=route.ns_id,
+            job=b"",
+        )
+        router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept)
+        believed_s = 2 * decision.ranking[0].ttft_ms / 1000 + ANNOUNCED_S
+        self._announce(attempts.worker, now + believed_s, route.keys)
+
+    def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
+        announced = Dispatched(
+            v=VERSION,
+            request_id=self.route.request_id,
+            attempt=self.attempts.attempt,
+            router=self._router.name,
+            worker=worker,
+            incarnation=INCARNATION,
+            prefill_ms=self._decision.work_ms if self._decision else 0.0,
+            ns_id=self.route.ns_id,
+            keys=keys,
+            expires_at=expires_at,
+        )
+        self._router.wires.announce(announced, self._router)
+
+
+def _by_rule(choose: Choose, short: Shortlist, now: float) -> Decision:
+    """A decision by a rule that is none of ours; it stands whatever the worker's true queue is."""
+    chosen = choose(short.shape, short.candidates, now)
+    ranking = [policy.price(short.shape, one, Policy()) for one in short.candidates]
+    ranking.sort(key=lambda terms: terms.candidate.worker != chosen)
+    first = ranking[0]
+    return Decision(
+        worker=chosen,
+        name="rule",
+        predicted_tokens=first.candidate.cached_tokens,
+        work_ms=first.work_ms,
+        queue_ms=first.candidate.queue_ms,
+        max_queue_ms=NO_LIMIT_MS,
+        ranking=ranking,
+        decided_at=now,
+    )
+
+
+def least_loaded(request: RequestShape, candidates: list[Candidate], now: float) -> str:
+    """The shortest queue, then the least KV in use; caches are not looked at."""
+    return min(candidates, key=lambda one: (one.queue_ms, one.pinned_tokens, one.worker)).worker
+
+
+def round_robin(request: RequestShape, candidates: list[Candidate], now: float) -> str:
+    """One after the other, by name."""
+    names = sorted(one.worker for one in candidates)
+    return names[request.ordinal % len(names)]

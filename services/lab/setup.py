@@ -1,0 +1,49 @@
+"""What a run of the lab is made of: the fleet, its faults, the policy.
+
+Owns: the defaults.   Must not know: how any of it is simulated.   Units: seconds, tokens."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..router.cost import PrefillModel
+from ..router.policy import Candidate, Policy, RequestShape
+
+Choose = Callable[[RequestShape, list[Candidate], float], str]
+"""A rule to compare with: the worker it chooses among all, at a time in seconds."""
+
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """One run's circumstances. Two runs of equal setups and workloads end alike, to the last bit."""
+
+    policy: Policy | Choose = Policy()
+    workers: int = 8
+    routers: int = 1
+    # 8 x 1.05M tokens: what facts/policy.md is about.
+    kv_tokens: int = 1 << 20
+    # What an engine's steps cost (engine_sim.profile.PRESETS), and what routers take that for; None: the same profile.
+    profile: str = "h100-8b"
+    model: PrefillModel | None = None
+    # Requests that a bridge lets in at once. Far more than live: what is to be seen is queues, not refusals.
+    slots: int = 1024
+    # From one process to another over the bus.
+    hop_s: _Seconds = 0.0005
+    # Between two load reports of a worker, at least and at most.
+    report_gap_s: _Seconds = 0.005
+    report_every_s: _Seconds = 0.2
+    # From an engine's step to the directory's index, and the share of event messages that never get there.
+    event_delay_s: _Seconds = 0.005
+    event_loss: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    # Until the other routers hear of a dispatch; None: never.
+    announce_delay_s: _Seconds | None = 0.005
+    # Until the directory does; None: never, so that blocks count when they are there.
+    predict_delay_s: _Seconds | None = 0.0005
+    # Whether a bridge refuses what its true queue is too long for.
+    bounded_start: bool = True
+    # A dispatch and three re-choices.
+    max_attempts: int = 4
+    seed: int = 0

@@ -1,0 +1,108 @@
+"""The bus in virtual time: who hears what, and how much later.
+
+Owns: delays and losses.   Must not know: what anyone does with a message.   Units: seconds."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..bus.messages import Accept, Dispatch, Dispatched, Holdings, KvDump, KvEvents, Load, Lookup, Outcome
+from .chance import Chance
+from .directory import Directory
+from .setup import Setup
+from .timeline import Timeline
+from .workload import Arrival
+
+
+class RouterEnd(Protocol):
+    def hear_load(self, load: Load) -> None: ...
+    def hear_accept(self, accept: Accept) -> None: ...
+    def hear_dispatched(self, announced: Dispatched) -> None: ...
+    def hear_outcome(self, outcome: Outcome) -> None: ...
+    def hear_cancel(self, tenant: str, request_id: str) -> None: ...
+
+
+class WorkerEnd(Protocol):
+    def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None: ...
+    def hear_cancel(self, tenant: str, request_id: str) -> None: ...
+    def hear_dump_request(self) -> None: ...
+
+
+class Wires:
+    """Connect the ends, then send. A message reaches all its listeners at the same instant."""
+
+    def __init__(self, timeline: Timeline, setup: Setup, directory: Directory) -> None:
+        self.routers: list[RouterEnd] = []
+        self.workers: dict[str, WorkerEnd] = {}
+        self.directory = directory
+        self.lost_events = 0
+        self._timeline = timeline
+        self._setup = setup
+        self._chance = Chance(setup.seed, "events")
+
+    def __repr__(self) -> str:
+        return f"<Wires routers={len(self.routers)} workers={len(self.workers)} lost events={self.lost_events}>"
+
+    def look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
+        self._timeline.after(self._setup.hop_s, self._look_up, asked, reply)
+
+    def dispatch(self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
+        self._timeline.after(self._setup.hop_s, self.workers[worker].hear_dispatch, dispatch, arrival, reply)
+
+    def accept(self, accept: Accept, reply: Callable[[Accept], None]) -> None:
+        self._timeline.after(self._setup.hop_s, reply, accept)
+
+    def announce(self, announced: Dispatched, sender: RouterEnd) -> None:
+        setup = self._setup
+        if setup.announce_delay_s is not None and len(self.routers) > 1:
+            self._timeline.after(setup.announce_delay_s, self._announce, announced, sender)
+        if setup.predict_delay_s is not None:
+            self._timeline.after(setup.predict_delay_s, self._predict, announced)
+
+    def load(self, load: Load) -> None:
+        self._timeline.after(self._setup.hop_s, self._load, load)
+
+    def outcome(self, outcome: Outcome) -> None:
+        self._timeline.after(self._setup.hop_s, self._outcome, outcome)
+
+    def cancel(self, tenant: str, request_id: str) -> None:
+        self._timeline.after(self._setup.hop_s, self._cancel, tenant, request_id)
+
+    def events(self, message: KvEvents | KvDump) -> None:
+        if self._setup.event_loss and self._chance.uniform() < self._setup.event_loss:
+            self.lost_events += 1
+            return
+        self._timeline.after(self._setup.event_delay_s, self._events, message)
+
+    def ask_dumps(self, workers: list[str]) -> None:
+        for worker in workers:
+            self._timeline.after(self._setup.hop_s, self.workers[worker].hear_dump_request)
+
+    def _look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
+        self._timeline.after(self._setup.hop_s, reply, self.directory.answer(asked))
+
+    def _announce(self, announced: Dispatched, sender: RouterEnd) -> None:
+        for router in self.routers:
+            if router is not sender:
+                router.hear_dispatched(announced)
+
+    def _predict(self, announced: Dispatched) -> None:
+        self.directory.hear_dispatched(announced, self._timeline.now)
+
+    def _events(self, message: KvEvents | KvDump) -> None:
+        self.ask_dumps(self.directory.hear_events(message, self._timeline.now))
+
+    def _load(self, load: Load) -> None:
+        for router in self.routers:
+            router.hear_load(load)
+        self.ask_dumps(self.directory.hear_load(load, self._timeline.now))
+
+    def _outcome(self, outcome: Outcome) -> None:
+        for router in self.routers:
+            router.hear_outcome(outcome)
+        self.directory.hear_outcome(outcome, self._timeline.now)
+
+    def _cancel(self, tenant: str, request_id: str) -> None:
+        for router in self.routers:
+            router.hear_cancel(tenant, request_id)
+        for worker in self.workers.values():
+            worker.hear_cancel(tenant, request_id)

@@ -1,0 +1,342 @@
+"""A worker in virtual time: the engine's core behind the bridge's own admission.
+
+The engine is stepped only when something is due. A run of decode-only steps is left alone until it ends by itself, or
+until somebody brings something: then it is taken up to the first step that ends after that instant.
+
+Owns: the engine's clock, the order of its events, when load is reported.   Must not know: who chose it and why.
+Units: seconds on the timeline, milliseconds in the engine."""
+
+import struct
+from collections.abc import Callable
+
+from ..bus.blockkeys import reusable_blocks
+from ..bus.messages import (
+    VERSION,
+    Accept,
+    Cleared,
+    Dispatch,
+    KvDump,
+    KvEvents,
+    Load,
+    Outcome,
+    Removed,
+    Stored,
+)
+from ..engine_sim.core import DoesNotFit, EngineCore, StepResult
+from ..engine_sim.profile import PRESETS
+from ..engine_sim.request import Request
+from ..engine_sim.sequence import EngineNamespace, VirtualSequence
+from ..worker_bridge.admission import Admission, Offer, Ticket
+from .setup import Setup
+from .timeline import Timeline
+from .wires import Wires
+from .workload import Arrival, ns_of
+
+INCARNATION = 1
+MODEL = "lab"
+SERVES = "lab"
+
+
+class _Running:
+    """An accepted request."""
+
+    __slots__ = ("arrival", "dispatch", "request", "ticket")
+
+    def __init__(self, arrival: Arrival, dispatch: Dispatch, ticket: Ticket, request: Request) -> None:
+        self.arrival = arrival
+        self.dispatch = dispatch
+        self.ticket = ticket
+        self.request = request
+
+
+class Worker:
+    def __init__(
+        self,
+        name: str,
+        timeline: Timeline,
+        wires: Wires,
+        setup: Setup,
+        block_size: int,
+        on_end: Callable[[Outcome, Request], None],
+    ) -> None:
+        """`on_end` sees each outcome at its instant, with the engine's request."""
+        blocks = setup.kv_tokens // block_size
+        self.name = name
+        self.core = EngineCore(
+            PRESETS[setup.profile],
+            block_size=block_size,
+            num_blocks=blocks,
+            max_model_len=blocks * block_size,
+        )
+        self.admission = Admission(setup.slots)
+        self.admission.incarnation = INCARNATION
+        self.accepted_count = 0
+        self.refused_count = 0
+        self._timeline = timeline
+        self._wires = wires
+        self._setup = setup
+        self._block_size = block_size
+        self._kv_tokens = blocks * block_size
+        self._on_end = on_end
+        self._running: dict[str, _Running] = {}
+        # The decode run under way since then, and the number of the wake-up at its end; a later number voids it.
+        self._run_since: float | None = None
+        self._wake = 0
+        # A step, or a run that was cut short, whose end is on the timeline.
+        self._in_step = False
+        self._event_seq = 0
+        self._dump_id = 0
+        self._ns_ids: dict[int, bytes] = {}
+        self._report = 0
+        self._accepted: list[str] = []
+        self._reported_at = -setup.report_gap_s
+        self._report_is_due = False
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name} {self.core!r}>"
+
+    # --- what is heard ---
+
+    def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
+        now = self._timeline.now
+        reusable = reusable_blocks(arrival.prompt_tokens, self._block_size)
+        keys = memoryview(arrival.keys).cast("Q").tolist()
+        held_blocks = len(self.core.pool.lookup(keys, min(reusable, len(keys))))
+        offer = Offer(
+            request_id=dispatch.request_id,
+            attempt=dispatch.attempt,
+            tenant=arrival.tenant,
+            client_request_id=dispatch.request_id,
+            incarnation=dispatch.incarnation,
+            prefill_ms=dispatch.prefill_ms,
+            prompt_tokens=arrival.prompt_tokens,
+            held_blocks=held_blocks,
+            max_queue_ms=dispatch.max_queue_ms,
+            accept_by_at=dispatch.accept_by_at,
+            deadline_at=float("inf"),
+        )
+        verdict = self.admission.offer(offer, now, now)
+        accept = Accept(
+            VERSION,
+            dispatch.request_id,
+            dispatch.attempt,
+            self.name,
+            INCARNATION,
+            verdict.refused,
+            verdict.queue_ms,
+            verdict.held_blocks,
+        )
+        self._wires.accept(accept, reply)
+        ticket = verdict.start
+        if ticket is None:
+            self.refused_count += 1
+            return
+        self.accepted_count += 1
+        self._accepted.append(dispatch.request_id)
+        nonce = int.from_bytes(dispatch.request_id.encode()[-8:], "little")
+        request = Request(
+            dispatch.request_id,
+            VirtualSequence(arrival.prompt_tokens, keys, nonce),
+            arrival.output_tokens,
+            ignore_eos=True,
+            namespace=EngineNamespace(salt=arrival.tenant),
+            now_ms=now * 1000,
+        )
+        running = _Running(arrival, dispatch, ticket, request)
+        self._interrupt()
+        try:
+            self.core.add_request(request)
+        except DoesNotFit:
+            self.admission.end(ticket, now)
+            self._send_outcome(running, "error", "too_large")
+            return
+        self.admission.submitted(ticket)
+        self._running[dispatch.request_id] = running
+        self._load_changed()
+        if not self._in_step:
+            self._go()
+
+    def hear_cancel(self, tenant: str, request_id: str) -> None:
+        now = self._timeline.now
+        self.admission.cancel(tenant, request_id, now)
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        self._interrupt()
+        if not self.core.abort(running.request, now * 1000):
+            # Its last token is in the step under way.
+            return
+        self._end(running, "cancelled", "cancelled")
+        if not self._in_step:
+            self._go()
+
+    def hear_dump_request(self) -> None:
+        runs: dict[bytes, list[int]] = {}
+        for key, ns_id in self._ns_ids.items():
+            runs.setdefault(ns_id, []).append(key)
+        stored = [Stored(ns_id, 0, _packed(keys)) for ns_id, keys in runs.items()]
+        self._dump_id += 1
+        dump = KvDump(VERSION, self.name, INCARNATION, self._event_seq, self._dump_id, 0, 1, stored)
+        self._wires.events(dump)
+
+    # --- load ---
+
+    def report(self) -> None:
+        """Send a report now; the next regular one follows by itself."""
+        now = self._timeline.now
+        self._report_is_due = False
+        self._reported_at = now
+        self._report += 1
+        admission = self.admission
+        load = Load(
+            v=VERSION,
+            worker=self.name,
+            incarnation=INCARNATION,
+            report=self._report,
+            event_seq=self._event_seq,
+            model=MODEL,
+            serves=SERVES,
+            queue_ms=admission.queue_ms(now),
+            running=admission.running,
+            waiting=admission.waiting,
+            slots=admission.slots,
+            kv_usage=min(1.0, admission.prompt_tokens / self._kv_tokens),
+            kv_tokens=self._kv_tokens,
+            block_size=self._block_size,
+            draining=False,
+            accepted=self._accepted,
+        )
+        self._accepted = []
+        self._wires.load(load)
+        self._timeline.after(self._setup.report_every_s, self._regular_report, self._report)
+
+    def _regular_report(self, last_report: int) -> None:
+        if self._report == last_report:
+            self.report()
+
+    def _load_changed(self) -> None:
+        if not self._report_is_due:
+            self._report_is_due = True
+            due_at = max(self._timeline.now, self._reported_at + self._setup.report_gap_s)
+            self._timeline.at(due_at, self._report_change)
+
+    def _report_change(self) -> None:
+        if self._report_is_due:
+            self.report()
+
+    # --- the engine's clock ---
+
+    def _go(self) -> None:
+        """The engine is between two steps, now."""
+        core, now = self.core, self._timeline.now
+        if not core.has_work:
+            return
+        run_ms = core.undisturbed_ms()
+        if run_ms:
+            self._run_since = now
+            self._wake += 1
+            self._timeline.after(run_ms / 1000, self._run_ends, self._wake)
+        else:
+            self._step_under_way(now, core.step(now * 1000))
+
+    def _run_ends(self, wake: int) -> None:
+        if wake == self._wake and self._run_since is not None:
+            result = self.core.advance(self._run_since * 1000, float("inf"))
+            self._run_since = None
+            self._stepped(result)
+
+    def _interrupt(self) -> None:
+        """Something comes in: take a decode run that is under way to the first step that ends after now."""
+        began = self._run_since
+        if began is not None:
+            self._run_since = None
+            self._step_under_way(began, self.core.advance(began * 1000, self._timeline.now * 1000))
+
+    def _step_under_way(self, began: float, result: StepResult) -> None:
+        self._in_step = True
+        ends_at = max(began + result.duration_ms / 1000, self._timeline.now)
+        self._timeline.at(ends_at, self._step_ends, result)
+
+    def _step_ends(self, result: StepResult) -> None:
+        self._in_step = False
+        self._stepped(result)
+
+    def _stepped(self, result: StepResult) -> None:
+        now = self._timeline.now
+        self._tell_blocks(result)
+        for request in result.first_tokens:
+            running = self._running.get(request.request_id)
+            if running is not None:
+                self.admission.first_token(running.ticket, now)
+        for request in result.finished:
+            running = self._running.get(request.request_id)
+            if running is not None:
+                self._end(running, "ok", "")
+        if result.first_tokens:
+            self._load_changed()
+        self._go()
+
+    def _tell_blocks(self, result: StepResult) -> None:
+        """What is held and what no longer is, once the step is over."""
+        ops: list[Stored | Removed | Cleared] = []
+        copies, ns_ids = self.core.pool.copies, self._ns_ids
+        gone: dict[bytes, list[int]] = {}
+        for key in result.removed:
+            if not copies(key):
+                ns_id = ns_ids.pop(key, None)
+                if ns_id is not None:
+                    gone.setdefault(ns_id, []).append(key)
+        ops += [Removed(ns_id, _packed(keys)) for ns_id, keys in gone.items()]
+        for stored in result.stored:
+            ns_id = ns_of(stored.request.namespace.salt or "")
+            for key in stored.keys:
+                ns_ids[key] = ns_id
+            ops.append(Stored(ns_id, stored.parent or 0, _packed(stored.keys)))
+        if ops:
+            self._event_seq += 1
+            self._wires.events(KvEvents(VERSION, self.name, INCARNATION, self._event_seq, ops))
+
+    # --- ends ---
+
+    def _end(self, running: _Running, status: str, error: str) -> None:
+        self.admission.end(running.ticket, self._timeline.now)
+        del self._running[running.dispatch.request_id]
+        self._load_changed()
+        self._send_outcome(running, status, error)
+
+    def _send_outcome(self, running: _Running, status: str, error: str) -> None:
+        now = self._timeline.now
+        arrival, dispatch, request = running.arrival, running.dispatch, running.request
+        cached = request.cached_tokens
+        first_ms = request.first_token_ms
+        accepted_at = running.ticket.accepted_at
+        outcome = Outcome(
+            v=VERSION,
+            request_id=dispatch.request_id,
+            client_request_id=dispatch.request_id,
+            attempt=dispatch.attempt,
+            worker=self.name,
+            incarnation=INCARNATION,
+            tenant=arrival.tenant,
+            model=MODEL,
+            ns_id="",
+            status=status,
+            error=error,
+            prefix_class=arrival.prefix_class,
+            decision=dispatch.decision,
+            prompt_tokens=arrival.prompt_tokens,
+            predicted_tokens=dispatch.predicted_tokens,
+            cached_tokens=cached,
+            prefill_tokens=None if cached is None else arrival.prompt_tokens - cached,
+            output_tokens=request.outputs,
+            queue_wait_ms=running.ticket.queue_wait_ms(),
+            ttft_ms=None if first_ms is None else first_ms - accepted_at * 1000,
+            total_ms=(now - accepted_at) * 1000,
+            ended_at=now,
+        )
+        self._on_end(outcome, request)
+        self._wires.outcome(outcome)
+
+
+def _packed(keys: list[int]) -> bytes:
+    return struct.pack(f"<{len(keys)}Q", *keys)

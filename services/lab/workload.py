@@ -1,0 +1,78 @@
+"""What is asked of a fleet: requests with their arrival, as lengths and block keys instead of text.
+
+    key_i = xxh3_64(what fills block i, seed = key_(i-1)),  key_(-1) = the tenant's seed
+
+Owns: the form of a request, and keys from a description of its text.   Must not know: workers, policies.
+Units: seconds, tokens; keys u64 LE, 8 bytes each."""
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+_hash = xxhash.xxh3_64_intdigest
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """One request. `keys` are those of all full blocks of its prompt, in the run's block size; tenants share none.
+
+    `cancel_after_s`: its client cancels it that long after it came."""
+
+    at: float
+    keys: bytes
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str = "acme"
+    prefix_class: str = "session"
+    cancel_after_s: float | None = None
+
+
+class Workload(NamedTuple):
+    """Arrivals in order of time, keyed for blocks of this size."""
+
+    arrivals: list[Arrival]
+    block_size: int
+
+    def faster(self, speed: float) -> "Workload":
+        """The same requests, arriving `speed` times as fast."""
+        sped = [msgspec.structs.replace(arrival, at=arrival.at / speed) for arrival in self.arrivals]
+        return Workload(sped, self.block_size)
+
+
+class Segment(NamedTuple):
+    """A stretch of text that is the same wherever its name is."""
+
+    name: int
+    tokens: int
+
+
+@functools.cache
+def ns_of(tenant: str) -> bytes:
+    """The namespace id of a tenant: 16 bytes."""
+    return xxhash.xxh3_128_digest(tenant.encode())
+
+
+def seed_of(tenant: str) -> int:
+    return _hash(tenant.encode())
+
+
+def keys_of(segments: Sequence[Segment], block_size: int, seed: int) -> bytes:
+    """Keys of the full blocks of these segments in a row: equal as far as all that lies before is equal."""
+    keys = []
+    key = seed
+    filled: list[int] = []
+    room = block_size
+    for name, tokens in segments:
+        while tokens >= room:
+            filled += (name, room)
+            key = _hash(struct.pack(f"<{len(filled)}Q", *filled), key) or 1
+            keys.append(key)
+            tokens -= room
+            filled, room = [], block_size
+        if tokens:
+            filled += (name, tokens)
+            room -= tokens
+    return struct.pack(f"<{len(keys)}Q", *keys)
