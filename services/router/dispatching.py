@@ -161,6 +161,12 @@ class Desk:
             if request.attempts.worker == lost.worker:
                 request.post(functools.partial(request.attempts.lost, lost.worker, lost.incarnation))
 
+    def suspect(self, worker: str) -> None:
+        """A worker went silent: the clients of what it has in hand hear of us until it is back or lost."""
+        for request in self.in_hand.values():
+            if request.attempts.worker == worker:
+                request.keep_alive()
+
     def look_around(self) -> None:
         """Wakes those who wait for late workers of a model once one is there, or none is to be waited for."""
         now = self.clock.now()
@@ -296,8 +302,9 @@ class Request:
         else:
             effects = self.attempts.accepted(accept.attempt)
         if self.attempts.state in (State.ACCEPTED, State.STREAMING):
-            # From here on the bridge keeps the client's line alive.
-            self._stop("silent", "keepalive")
+            self._stop("silent")
+            if not self._is_ours_to_keep_alive():
+                self._stop("keepalive")
             self._doubt(DOUBT_S)
         return effects
 
@@ -493,7 +500,7 @@ class Request:
         desk.waiting.setdefault((route.model, route.serves), {})[route.request_id] = self
         # Not a hair too early: it would wait once more.
         self._start("look", waits_until - desk.clock.now() + 0.01, lambda: self.post(self.attempts.look))
-        self._keep_alive()
+        self.keep_alive()
 
     def _send(self) -> Effects:
         """Books, dispatches, and announces what was decided, in this order: no message can overtake its booking."""
@@ -534,7 +541,7 @@ class Request:
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
         self._stop("look")
-        self._keep_alive()
+        self.keep_alive()
         reply = f"{desk.bus.inbox_prefix}.{DISPATCHES}.{route.request_id}.{attempts.attempt}"
         try:
             desk.bus.send(subjects.work(attempts.worker), DISPATCH.encode(dispatch), reply=reply)
@@ -666,15 +673,26 @@ class Request:
         self.attempts.error = self.attempts.error or DeadlineExceeded()
         return self.attempts.deadline()
 
-    def _keep_alive(self) -> None:
-        """As long as no bridge does."""
-        if "keepalive" not in self._timers:
+    def keep_alive(self) -> None:
+        """As long as it is ours to do so."""
+        if "keepalive" not in self._timers and self._is_ours_to_keep_alive():
             self._start("keepalive", FIRST_KEEPALIVE_S, self._keepalive_is_due)
 
+    def _is_ours_to_keep_alive(self) -> bool:
+        """The bridge does, once it has accepted; while it is silent we do: its lease is as long as clients wait for a
+        frame, and they should not give up just before another worker is asked or the answer is ended."""
+        attempts = self.attempts
+        if not attempts.published and attempts.state in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
+            return True
+        return not attempts.ended and self._desk.fleet.is_silent(
+            attempts.worker, attempts.incarnation, self._desk.clock.now()
+        )
+
     def _keepalive_is_due(self) -> None:
-        self._start("keepalive", KEEPALIVE_S, self._keepalive_is_due)
-        if self.attempts.published or self.attempts.state not in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
+        if not self._is_ours_to_keep_alive():
+            self._stop("keepalive")
             return
+        self._start("keepalive", KEEPALIVE_S, self._keepalive_is_due)
         route = self._route
         body = frames.keepalive(route.kind, route.model, route.request_id, route.created_at)
         headers = frames.keepalive_headers(route.client_request_id)

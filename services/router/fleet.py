@@ -317,6 +317,13 @@ class Fleet:
                 found.append(name)
         return found
 
+    def is_silent(self, worker: str, incarnation: int, now: float) -> bool:
+        """Whether this life of the worker is late with its heartbeat, or over."""
+        state = self._workers.get(worker)
+        if state is None or state.load.incarnation != incarnation:
+            return True
+        return state.heard_at < self._listening.seconds(now) - self._suspect_after_s
+
     # --- what to choose from
 
     def survey(self, model: str, serves: str, now: float) -> Survey:

@@ -117,7 +117,7 @@ class Metrics:
         )
         self.workers = Gauge("prefixbus_router_workers", "Workers this router has heard of.", registry=registry)
         self.keepalives = Counter(
-            "prefixbus_router_keepalives", "Keep-alives sent before acceptance.", registry=registry
+            "prefixbus_router_keepalives", "Keep-alives sent while no bridge does.", registry=registry
         )
         self.policies_refused = Counter(
             "prefixbus_router_policies_refused", "Policies that were not valid; the old one stayed.", registry=registry

@@ -160,6 +160,7 @@ class Wires:
             for worker in desk.fleet.newly_suspect(now):
                 self._rt.log.warning("worker suspect", extra={"fields": {"worker": worker}})
                 desk.metrics.leases.labels("suspect").inc()
+                desk.suspect(worker)
             desk.look_around()
             desk.metrics.in_hand.set(len(desk.in_hand))
             desk.metrics.in_flight.set(sum(desk.fleet.in_flight().values()))

@@ -545,6 +545,34 @@ async def test_a_client_hears_that_its_request_lives_while_no_worker_has_accepte
     assert answer.ends == []
 
 
+@pytest.mark.parametrize("has_started", [False, True], ids=["accepted", "streaming"])
+async def test_a_client_hears_that_its_request_lives_while_its_worker_is_silent(
+    world: World, has_started: bool
+) -> None:
+    """Its lease lasts as long as clients wait for a frame: without a word, they would give up just before the router
+    asks another worker or ends the answer."""
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router(suspect_after_s=0.4, lost_after_s=60.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    answer = await world.client.send(CLOCK.wall(), deadline_s=30.0)
+    await eventually(lambda: bool(bridge.dispatches), "it is dispatched")
+    if has_started:
+        await bridge.start_answer(bridge.dispatches[0])
+
+    bridge.go_silent()
+    await eventually(lambda: len(answer.keepalives) >= 2, "keep-alives", 10)
+
+    bridge.beat()
+    await eventually(lambda: router.knows("w1"), "the worker is back")
+    if not has_started:
+        await bridge.start_answer(bridge.dispatches[0])
+    await bridge.end_answer(bridge.dispatches[0])
+    await world.ended(answer)
+    assert answer.code == ""
+    await world.books_balance()
+
+
 async def test_after_the_last_attempt_the_client_is_told(world: World) -> None:
     one, two = await world.bridge("w1"), await world.bridge("w2")
     one.answer = two.answer = lambda dispatch: "queue_too_long"
