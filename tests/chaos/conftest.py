@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Generator, Iterator
 
 import pytest
 from support.cluster import Cluster
+from support.journal import Journal
+from support.watch import Rules, Watch
 
 from prefixbus.client import Client
 
@@ -21,9 +23,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[Client]:
-    async with await cluster.client() as connected:
-        yield connected
+async def watched(cluster: Cluster) -> AsyncIterator[tuple[Client, Watch]]:
+    """A client, and a second listener at its inboxes: a broken rule of frames fails the test at its end."""
+    async with await cluster.client() as connected, await Watch.beside(connected) as watch:
+        yield connected, watch
+
+
+@pytest.fixture
+def client(watched: tuple[Client, Watch]) -> Client:
+    return watched[0]
+
+
+@pytest.fixture
+def frames(watched: tuple[Client, Watch]) -> Rules:
+    """What the second listener saw of the client's answers."""
+    return watched[1].rules
+
+
+@pytest.fixture
+async def journal(cluster: Cluster) -> AsyncIterator[Journal]:
+    async with await Journal.of(cluster) as reading:
+        yield reading
 
 
 @pytest.hookimpl(wrapper=True)

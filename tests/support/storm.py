@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,11 +18,12 @@ HANGS_AFTER_S = 40.0
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How one request ended: `code` is ok, the error's code, or hang; `started_at` is monotonic."""
+    """How one request ended: `code` is ok, an error's code, short or hang; times are Unix seconds, as the journal's."""
 
     name: str
     code: str
     started_at: float
+    ended_at: float
     attempts: int
     detail: str = ""
 
@@ -56,9 +58,11 @@ class Storm:
     def codes(self) -> Counter[str]:
         return Counter(result.code for result in self.results)
 
-    def failures(self, *allowed: str) -> list[Result]:
-        """Requests that ended otherwise than well or with one of these codes."""
-        return [result for result in self.results if result.code not in ("ok", *allowed)]
+    def failures(self, *allowed: str, of: Callable[[Result], bool] = lambda result: True) -> list[Result]:
+        """Requests that ended otherwise than well; with these codes, only those that may: `of` says which."""
+        return [
+            result for result in self.results if result.code != "ok" and not (result.code in allowed and of(result))
+        ]
 
     async def _ask_until_stopped(self) -> None:
         while not self._stop.is_set():
@@ -74,7 +78,7 @@ class Storm:
 
     async def _one(self, number: int) -> None:
         name = f"storm-{self.seed}-{id(self):x}-{number}"
-        started = time.monotonic()
+        started = time.time()
         text = f"{self._chance.getrandbits(64):x} of topic {number % 5}: " + "why do requests wait? " * 20
         attempts = 0
         code, detail = "ok", ""
@@ -90,4 +94,4 @@ class Storm:
             code = "hang"
         except PrefixbusError as exc:
             code, detail = exc.code, exc.sentence()
-        self.results.append(Result(name, code, started, attempts, detail))
+        self.results.append(Result(name, code, started, time.time(), attempts, detail))
