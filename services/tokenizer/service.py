@@ -443,7 +443,12 @@ class Tokenizer:
         if loaded is not None:
             return loaded
         if name in self._broken:
-            raise Unavailable(f"The tokenizer of {name!r} cannot be loaded: {self._broken[name]}", field="model")
+            # Why not names files of ours, which is no tenant's business.
+            raise Unavailable(
+                f"The tokenizer of {name!r} cannot be loaded.",
+                field="model",
+                remedy="Use another model until the operator has mended it; the tokenizer's /readyz says what is wrong.",
+            )
         known = ", ".join(sorted(self._models)) or "none"
         raise UnknownModel(f"{name[:80]!r} is not served.", field="model", remedy=f"Served are: {known}.")
 
