@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from .bus.errors import PrefixbusError, Unavailable
+from .cluster.inquiries import commands as inquiries
+from .cluster.options import DEFAULT_STATE, State
 
 if TYPE_CHECKING:
     from .bus.connection import Bus
@@ -40,6 +42,10 @@ Examples:
 
   prefixbus tenant acme --scope hr      a token for one scope of a tenant
 
+  prefixbus explain REQUEST_ID          why a request went where it went
+
+  prefixbus replay --since 1h           recorded decisions, made again
+
   prefixbus demo                        what routing by prefix gains
 """
 
@@ -52,8 +58,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-State = Annotated[Path, typer.Option("--state", help="The state directory.", envvar="PREFIXBUS_STATE")]
-DEFAULT_STATE = Path(".prefixbus")
 DEFAULT_MODEL = "smollm2"
 SERVICES = {
     "tokenizer": ".tokenizer.service",
@@ -404,6 +408,9 @@ def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engi
             except _Stopped:
                 raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(0 if ok else 1)
+
+
+app.add_typer(inquiries)
 
 
 def _say(line: str) -> None:

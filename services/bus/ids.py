@@ -15,3 +15,13 @@ def request_id(wall: float, entropy: bytes) -> str:
         raise ValueError(f"entropy must be {ENTROPY_BYTES} bytes, got {len(entropy)}")
     number = (int(wall * 1000) & ((1 << 48) - 1)) << 80 | int.from_bytes(entropy, "big")
     return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def made_at(text: str) -> float | None:
+    """When the request of this id came (Unix seconds, to the millisecond); None if it is none of our ids."""
+    if len(text) != 26 or text[0] > "7" or not set(text) <= set(_ALPHABET):
+        return None
+    milliseconds = 0
+    for character in text[:10]:
+        milliseconds = milliseconds << 5 | _ALPHABET.index(character)
+    return milliseconds / 1000

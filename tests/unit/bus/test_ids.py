@@ -27,3 +27,13 @@ def test_an_id_may_stand_in_a_subject(wall: float, random: bytes) -> None:
 def test_too_little_chance_is_refused() -> None:
     with pytest.raises(ValueError, match="10 bytes"):
         ids.request_id(1.0, b"short")
+
+
+@given(walls, entropy)
+def test_an_id_says_when_its_request_came(wall: float, random: bytes) -> None:
+    assert ids.made_at(ids.request_id(wall, random)) == int(wall * 1000) / 1000
+
+
+@pytest.mark.parametrize("text", ["", "asked-1", "0" * 25, "8" + "0" * 25, "0" * 25 + "I", "0" * 27])
+def test_what_is_no_id_of_ours_says_nothing(text: str) -> None:
+    assert ids.made_at(text) is None

@@ -1,0 +1,167 @@
+# ruff: noqa: TID251 - commands: they wait for what they ask
+"""The commands that look back: `explain` and `replay`.
+
+Owns: their arguments, exit statuses and output.   Must not know: how decisions are made or records are kept."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import DEFAULT_STATE, State
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..bus.messages import DecisionRecord
+    from ..lab.replay import Replayed, WhatIf
+    from .records import Records
+
+# Heavy modules are imported by the commands that need them, as in cli.py.
+
+commands = typer.Typer()
+_MOST_SHOWN = 20
+
+Since = Annotated[str, typer.Option(help="From then on: 10m, 2h, 1d ago, or 2026-03-01T12:00.")]
+Until = Annotated[str, typer.Option(help="Up to then; as --since.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@commands.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="Ours, or the one in the client's Pb-Request-Id.")],
+    state: State = DEFAULT_STATE,
+    as_json: AsJson = False,
+) -> None:
+    """Show why a request went where it went, with every candidate's price, and what then happened."""
+    from . import explain as explain_module
+    from . import records
+
+    async def work() -> "tuple[Records, list[str]]":
+        async with records.operator(state) as bus:
+            return await records.of_request(bus, request_id)
+
+    found, others = asyncio.run(work())
+    if as_json:
+        typer.echo(explain_module.document(found))
+    else:
+        _print(explain_module.story(found, others))
+
+
+@commands.command()
+def replay(
+    request_id: Annotated[
+        str, typer.Argument(help="One request, by our id or its client's; without it, all of the time range.")
+    ] = "",
+    state: State = DEFAULT_STATE,
+    since: Since = "",
+    until: Until = "",
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="What the policy in this JSON file would have chosen."
+        ),
+    ] = None,
+) -> None:
+    """Make recorded decisions again: the same must come out, to the last bit. Ends with 1 if it does not."""
+    from ..lab import replay as replay_module
+    from ..router import policy as policy_module
+
+    other = policy_module.parse(policy.read_bytes()) if policy is not None else None
+    decisions = _decisions(request_id, state, since, until)
+    if other is not None:
+        _print_what_if(replay_module.what_if(decisions, other))
+        return
+    replayed = [replay_module.replay(decision) for decision in decisions]
+    different = [one for one in replayed if not one.same]
+    _print(line for one in different[:_MOST_SHOWN] for line in _difference_lines(one))
+    if request_id:
+        if not different:
+            typer.echo("same")
+    else:
+        unmade = sum(bool(one.problem) for one in replayed)
+        also = f", {unmade} could not be made again" if unmade else ""
+        typer.echo(f"{len(replayed)} decisions, {len(different) - unmade} differences{also}")
+    if different:
+        raise typer.Exit(1)
+
+
+def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[DecisionRecord]":
+    from . import moments, records
+
+    if request_id and (since or until):
+        raise typer.BadParameter("a request has its own time.", param_hint="--since")
+    now = time.time()
+    first = moments.parse(since, now, "--since") if since else None
+    last = moments.parse(until, now, "--until") if until else None
+
+    async def work() -> "list[DecisionRecord]":
+        async with records.operator(state) as bus:
+            if request_id:
+                return (await records.of_request(bus, request_id))[0].decisions
+            return (await records.between(bus, first, last)).decisions
+
+    return asyncio.run(work())
+
+
+def _difference_lines(one: "Replayed") -> list[str]:
+    name = f"{one.request_id} attempt {one.attempt}"
+    if one.problem:
+        return [f"{name}: could not be made again: {one.problem}"]
+    return [f"{name}: {each.field}: recorded {each.recorded}, replayed {each.replayed}" for each in one.differences]
+
+
+def _print_what_if(report: "WhatIf") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("recorded", report.policy):
+        table.add_column(column, no_wrap=True)
+    for column in ("count", "moved", "ttft ms", "would be", "reused", "would be"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for effect in report.effects:
+        table.add_row(
+            effect.recorded,
+            effect.replayed,
+            str(effect.count),
+            str(effect.moved),
+            f"{effect.recorded_ttft_ms / effect.count:.1f}",
+            f"{effect.replayed_ttft_ms / effect.count:.1f}",
+            str(effect.recorded_cached_tokens),
+            str(effect.replayed_cached_tokens),
+        )
+    count = max(report.decisions, 1)
+    if report.effects:
+        _print([table, ""])
+    _print(
+        [
+            f"{report.decisions} decisions, {report.moved} would have gone to another worker",
+            f"predicted TTFT: sum {report.recorded_ttft_ms:.0f} -> {report.replayed_ttft_ms:.0f} ms, "
+            f"mean {report.recorded_ttft_ms / count:.1f} -> {report.replayed_ttft_ms / count:.1f} ms",
+            f"predicted reuse: {report.recorded_cached_tokens} -> {report.replayed_cached_tokens} "
+            f"of {report.prompt_tokens} prompt tokens",
+            "Each decision by itself, among its recorded candidates: queues and caches that other choices would have",
+            "led to are not in it.",
+            *(line for one in report.problems[:_MOST_SHOWN] for line in _difference_lines(one)),
+        ]
+    )
+
+
+def _print(parts: "Iterable[RenderableType]") -> None:
+    from rich.console import Console, Group
+
+    from .status import terminal
+
+    made = list(parts)
+    console = terminal()
+    needed = Console(width=10_000).measure(Group(*made)).maximum if made else 0
+    # A table that is cut says nothing; a terminal wraps what is too long for it.
+    wide = Console(width=max(console.width, needed)) if any(not isinstance(part, str) for part in made) else console
+    for part in made:
+        if isinstance(part, str):
+            console.print(part, highlight=False, markup=False, soft_wrap=True)
+        else:
+            wide.print(part, highlight=False)

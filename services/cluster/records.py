@@ -1,0 +1,114 @@
+"""Decisions and outcomes out of JOURNAL, read with the operator's key.
+
+Owns: how a request is found by either of its names.   Must not know: terminals, what records mean."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from ..bus import ids, messages, subjects
+from ..bus.connection import Bus
+from ..bus.errors import PrefixbusError
+from ..bus.messages import DecisionRecord, Outcome
+from . import deployment, moments, streams
+
+_DECISIONS = f"{subjects.PREFIX}.journal."
+
+
+class NotRecorded(PrefixbusError):
+    """The journal has no decision of this request."""
+
+    code = "not_recorded"
+    status = 404
+
+
+class AgedOut(NotRecorded):
+    """The request is older than all that the journal keeps."""
+
+    code = "aged_out"
+    status = 410
+
+
+class Records(msgspec.Struct, frozen=True):
+    """In the order in which they were stored."""
+
+    decisions: list[DecisionRecord]
+    outcomes: list[Outcome]
+
+
+@contextlib.asynccontextmanager
+async def operator(directory: Path) -> AsyncIterator[Bus]:
+    """A connection to the running deployment. :raises Unavailable: nothing runs on this state directory."""
+    bus = await deployment.connect(directory, "operator", deployment.read_cluster(directory).nats_url)
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def between(bus: Bus, since: float | None = None, until: float | None = None) -> Records:
+    """Everything from `since` to `until`, by the time at which it was stored (Unix seconds; None: no bound)."""
+    found = Records([], [])
+    async for kept in streams.read(bus, subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", since=since, until=until):
+        add(found, kept.subject, kept.data)
+    return found
+
+
+async def of_request(bus: Bus, name: str) -> tuple[Records, list[str]]:
+    """All attempts of a request by our id or the client's, and the ids of others that had the same client's id: of
+    these the latest is meant.
+
+    :raises NotRecorded: there is none.   :raises AgedOut: there is none any more.   :raises BadSubject: no id."""
+    request_ids = await _called(bus, subjects.token(name, "REQUEST_ID"))
+    if not request_ids:
+        await _raise_unknown(bus, name)
+    request_id = request_ids[-1]
+    found = Records([], [])
+    for subject in (subjects.journal(request_id), subjects.outcome("*", request_id)):
+        async for kept in streams.read(bus, subjects.STREAM_JOURNAL, subject):
+            add(found, kept.subject, kept.data)
+    return found, request_ids[:-1]
+
+
+async def _called(bus: Bus, name: str) -> list[str]:
+    """Our ids of the requests that are called so by us or by their clients, in the order of their decisions."""
+    if ids.made_at(name) is not None:
+        by_subject = streams.read(bus, subjects.STREAM_JOURNAL, subjects.journal(name))
+        if [kept async for kept in by_subject]:
+            return [name]
+    # Clients' ids are in no subject: the whole journal is looked through, and only what may match is decoded.
+    found: dict[str, None] = {}
+    async for kept in streams.read(bus, subjects.STREAM_JOURNAL, subjects.journal("*")):
+        if name.encode() in kept.data:
+            decision = messages.DECISION.decode(kept.data)
+            if decision.client_request_id == name:
+                found[decision.request_id] = None
+    return list(found)
+
+
+async def _raise_unknown(bus: Bus, name: str) -> None:
+    held = await streams.state(bus, subjects.STREAM_JOURNAL)
+    first = None
+    if held.messages:
+        async for kept in streams.read(bus, subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", last_seq=held.first_seq):
+            first = kept.at
+    came_at = ids.made_at(name)
+    if came_at is not None and first is not None and came_at < first and held.first_seq > 1:
+        raise AgedOut(
+            f"{name} came at {moments.show(came_at)}, and the journal now begins at {moments.show(first)}.",
+        )
+    begins = f", which begins at {moments.show(first)}" if first is not None else ", which is empty"
+    raise NotRecorded(
+        f"no decision of {name} is in the journal{begins}.",
+        remedy="Requests that were refused before a worker was chosen have none.",
+    )
+
+
+def add(records: Records, subject: str, data: bytes) -> None:
+    """Adds what was stored under a subject of JOURNAL. :raises MessageInvalid: of another version."""
+    if subject.startswith(_DECISIONS):
+        records.decisions.append(messages.DECISION.decode(data))
+    else:
+        records.outcomes.append(messages.OUTCOME.decode(data))

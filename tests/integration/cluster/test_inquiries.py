@@ -1,0 +1,164 @@
+"""`prefixbus explain` and `prefixbus replay` on what a real cluster has recorded."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import TEST_TIMEOUT_S, Cluster, ask, chat, outcome_of
+
+from prefixbus.bus import messages, subjects
+from prefixbus.cluster import deployment
+
+pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
+
+ASKED = 12
+SYSTEM = "You are a helpful assistant who answers questions on caches. " * 12
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("inquiries"), "--workers", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_until(cluster: Cluster) -> str:
+    """When some requests, `asked-0` to `asked-11`, had their outcomes in the journal."""
+    asyncio.run(_ask_some(cluster))
+    return _iso(time.time())
+
+
+async def _ask_some(cluster: Cluster) -> None:
+    operator = await cluster.operator()
+    async with await cluster.client() as client:
+        await asyncio.gather(*(ask(client, _body(number), request_id=f"asked-{number}") for number in range(ASKED)))
+    for number in range(ASKED):
+        await outcome_of(operator, f"asked-{number}")
+    await operator.close()
+
+
+def _body(number: int) -> dict[str, Any]:
+    return chat(f"Question {number}: which worker is it? " * 30, system=SYSTEM)
+
+
+def prefixbus(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prefixbus", *arguments, "--state", str(cluster.state)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+
+
+def explained(cluster: Cluster, name: str) -> dict[str, Any]:
+    done = prefixbus(cluster, "explain", name, "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_a_request_is_explained_by_its_clients_id_and_by_ours(cluster: Cluster) -> None:
+    document = explained(cluster, "asked-3")
+    (decision,), (outcome,) = document["decisions"], document["outcomes"]
+
+    by_ours = prefixbus(cluster, "explain", decision["request_id"])
+
+    assert by_ours.returncode == 0, by_ours.stderr
+    assert f"attempt 1: {decision['selected_worker']}, {decision['decision']}" in by_ours.stdout
+    for candidate in decision["candidate_workers"]:
+        assert re.search(rf"^{candidate['worker']} .*{candidate['cost_ms']:.1f}", by_ours.stdout, re.MULTILINE)
+    assert f"then: ok on {outcome['worker']}" in by_ours.stdout
+    assert f"cached tokens: {outcome['cached_tokens']}" in by_ours.stdout
+    assert by_ours.stdout == prefixbus(cluster, "explain", "asked-3").stdout
+
+
+def test_a_request_that_nobody_knows_is_said_to_be_unknown(cluster: Cluster) -> None:
+    done = prefixbus(cluster, "explain", "nobody-asked-this")
+
+    assert done.returncode == 1
+    assert "no decision of nobody-asked-this is in the journal, which begins at 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_one_recorded_decision_replays_the_same(cluster: Cluster) -> None:
+    done = prefixbus(cluster, "replay", "asked-1")
+
+    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+
+
+def test_all_decisions_of_a_run_replay_with_0_differences(cluster: Cluster, asked_until: str) -> None:
+    done = prefixbus(cluster, "replay", "--since", "1h", "--until", asked_until)
+
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"(\d+) decisions, 0 differences\n", done.stdout)
+    assert found and int(found[1]) >= ASKED
+
+
+def test_a_time_range_takes_in_what_was_decided_in_it_alone(cluster: Cluster) -> None:
+    at = [explained(cluster, f"asked-{number}")["decisions"][0]["decided_at"] for number in (0, 5)]
+
+    before = prefixbus(cluster, "replay", "--until", "2020-01-01")
+    after = prefixbus(cluster, "replay", "--since", "2100-01-01")
+    of_one_second = prefixbus(cluster, "replay", "--since", _iso(min(at) - 1), "--until", _iso(max(at) + 1))
+
+    assert before.stdout == after.stdout == "0 decisions, 0 differences\n"
+    assert int(of_one_second.stdout.split()[0]) >= 2
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+def test_another_policy_is_compared_and_ends_with_what_it_would_change(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text('{"name": "round-robin", "version": "mine"}')
+
+    done = prefixbus(cluster, "replay", "--since", "1h", "--policy", str(file))
+
+    assert done.returncode == 0, done.stderr
+    assert "round-robin/mine" in done.stdout
+    assert re.search(r"^\d+ decisions, \d+ would have gone to another worker$", done.stdout, re.MULTILINE)
+    assert re.search(r"^predicted TTFT: sum \d+ -> \d+ ms, mean", done.stdout, re.MULTILINE)
+
+
+async def test_a_record_that_was_tampered_with_is_told_field_by_field(cluster: Cluster) -> None:
+    operator = await cluster.operator()
+    last = await operator.jetstream.get_last_msg(subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.journal.*")
+    await operator.close()
+    decision = json.loads(last.data or b"")
+    forged = {**decision, "request_id": "FORGED", "client_request_id": "forged", "max_queue_ms": 1.5}
+    router = await deployment.connect(cluster.state, "router", cluster.url)
+    await router.publish_acked(subjects.journal("FORGED"), json.dumps(forged).encode())
+    await router.close()
+
+    done = await asyncio.to_thread(prefixbus, cluster, "replay", "forged")
+
+    assert done.returncode == 1
+    assert done.stdout == f"FORGED attempt 1: max_queue_ms: recorded 1.5, replayed {decision['max_queue_ms']}\n"
+    assert messages.DECISION.decode(json.dumps(forged).encode()).max_queue_ms == 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["replay", "--since", "yesterday"], "is no moment"),
+        (["replay", "asked-1", "--since", "1h"], "a request has its own time"),
+        (["explain", "a.b"], "cannot stand in a subject"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(cluster: Cluster, arguments: list[str], says: str) -> None:
+    done = prefixbus(cluster, *arguments)
+
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,121 @@
+"""What `prefixbus explain` says of records."""
+
+import io
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from support.decisions import record
+
+from prefixbus.bus.messages import CandidateRecord, DecisionRecord, Outcome
+from prefixbus.cluster import explain
+from prefixbus.cluster.records import Records
+
+
+def decision(**changed: Any) -> DecisionRecord:
+    return record(random.Random(2), **{"request_id": "R1", "client_request_id": "mine", **changed})
+
+
+def outcome(**changed: Any) -> Outcome:
+    fields: dict[str, Any] = {
+        "v": 1,
+        "request_id": "R1",
+        "client_request_id": "mine",
+        "attempt": 1,
+        "worker": "w2",
+        "incarnation": 7,
+        "tenant": "acme",
+        "model": "m",
+        "ns_id": "00" * 16,
+        "status": "ok",
+        "error": "",
+        "prefix_class": "session",
+        "decision": "partial-hit",
+        "prompt_tokens": 4000,
+        "predicted_tokens": 3200,
+        "cached_tokens": 3200,
+        "prefill_tokens": 800,
+        "output_tokens": 12,
+        "queue_wait_ms": 2.5,
+        "ttft_ms": 45.25,
+        "total_ms": 320.0,
+        "ended_at": 1.7e9,
+    }
+    return Outcome(**(fields | changed))
+
+
+def told(*records: DecisionRecord | Outcome, others: tuple[str, ...] = ()) -> str:
+    decisions = [one for one in records if isinstance(one, DecisionRecord)]
+    outcomes = [one for one in records if isinstance(one, Outcome)]
+    console = Console(width=200, file=io.StringIO())
+    for part in explain.story(Records(decisions, outcomes), others):
+        console.print(part, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_term_of_every_candidate_is_in_the_table_or_said_to_be_zero_for_all() -> None:
+    made = decision()
+    assert len(made.candidate_workers) > 1
+
+    text = told(made)
+
+    for field in CandidateRecord.__struct_fields__:
+        if field.endswith("_ms"):
+            values = [getattr(one, field) for one in made.candidate_workers]
+            if any(values):
+                assert all(f"{value:.1f}" in text for value in values), field
+            else:
+                assert field.removesuffix("_ms").replace("_", " ") in text.partition("0 for all: ")[2], field
+    assert made.selected_worker in text
+    assert made.decision in text
+
+
+@pytest.mark.parametrize(
+    ("cached", "says"),
+    [
+        pytest.param(3200, "cached tokens: 3200 (as predicted); 800 computed", id="as predicted"),
+        pytest.param(3000, "cached tokens: 3000 (3200 predicted, 200 fewer)", id="fewer"),
+        pytest.param(3300, "cached tokens: 3300 (3200 predicted, 100 more)", id="more"),
+        pytest.param(None, "3200 predicted; the engine did not say how many", id="not said"),
+    ],
+)
+def test_predicted_stands_beside_actual(cached: int | None, says: str) -> None:
+    text = told(decision(predicted_cached_tokens=3200), outcome(cached_tokens=cached))
+
+    assert says in text
+    assert "ok on w2, 320.0 ms in all" in text
+    assert "waited 2.5 ms, first token after 45.2 ms" in text
+
+
+def test_an_attempt_that_failed_stands_before_the_one_that_followed() -> None:
+    first = decision(attempt=1)
+    second = decision(attempt=2, excluded={first.selected_worker: "tried"})
+
+    text = told(second, first, outcome(attempt=2, status="error", error="engine_failed"))
+
+    order = [
+        "attempt 1: ",
+        f"then: failed, {first.selected_worker} refused it, gave it back or was lost",
+        "attempt 2: ",
+        f"{first.selected_worker} (tried)",
+        "then: error (engine_failed) on w2",
+    ]
+    assert [text.find(each) for each in order] == sorted(text.find(each) for each in order)
+    assert all(each in text for each in order)
+
+
+def test_a_request_without_an_end_is_not_called_failed() -> None:
+    assert "no outcome is in the journal (yet)" in told(decision())
+
+
+def test_other_requests_of_the_same_label_are_named() -> None:
+    assert "had the same label: R0." in told(decision(), others=("R0",))
+
+
+def test_the_document_is_the_records() -> None:
+    records = Records([decision()], [outcome()])
+
+    assert msgspec.json.decode(explain.document(records), type=Records) == records
