@@ -1,7 +1,7 @@
 """Which workers hold which block keys, per namespace.
 
 Owns: slots (small numbers for workers), holder masks, the per-slot log of keys, the byte estimate.
-Must not know: tenants, NATS, clocks, worker names, how keys are made.
+Must not know: tenants, NATS, clocks, worker names, how keys are made, which namespace is worth its memory.
 Units: key u64; a run or chain of keys is bytes, u64 LE each; mask an int whose bit `s` means slot `s`; depth in blocks.
 Source: facts/index.md (dict u64 -> interned int mask, 256 shards, galloping over the chain). What it does not say: a
 namespace starts with one shard, because most are small; a key that comes back after a removal is not logged twice.
@@ -9,13 +9,14 @@ namespace starts with one shard, because most are small; a key that comes back a
 Masks and keys are plain ints on purpose: a dict of ints is invisible to the garbage collector, and one tracked value in
 it would make every full collection walk all entries (132 ms at 5M).
 
-A slot stands for one holder. Today that is a worker's GPU tier; the host tier will be a second slot of the same worker
-in the same index, so a chain is still looked up once and removing one copy keeps the other."""
+A slot stands for one holder: a worker's GPU tier or its host tier, so a chain is looked up once for both and removing
+one copy keeps the other."""
 
 import heapq
+import sys
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -36,14 +37,21 @@ _STALE_MIN = 512
 _STALE_MAX = 32768
 # The table of shared masks starts afresh when it reaches this: sharing is an economy, nothing depends on it.
 _MASKS_MAX = 65536
+# A dict never shrinks by deletion alone. It is made anew when its table takes this much for each entry that is left;
+# one that just grew takes 40 to 60 bytes, and one that stores keep busy is made anew by its own growth.
+_SPARSE_BYTES = 84
+_SMALL_BYTES = 256
+# Namespaces that were shed, of which a run is not taken without its parent; the oldest is forgotten first.
+_SHED_MAX = 16384
 
 # Measured with tracemalloc; a test keeps them honest (few namespaces and many, one holder and several).
-_ENTRY_BYTES = 72
+_ENTRY_BYTES = 78
 _STALE_BYTES = 84
 _MASK_BYTES = 136
 _NAMESPACE_BYTES = 600
 _SPLIT_BYTES = 18_500
-_LOG_BYTES = 520
+_LOG_BYTES = 530
+_SHED_BYTES = 120
 
 
 class Plane(Protocol):
@@ -128,12 +136,13 @@ class Slots:
 class _Namespace:
     """Holder masks by key: one dict, or `_LANES` of them by low key bits (keys are hashes, so they spread)."""
 
-    __slots__ = ("entries", "lanes", "shards")
+    __slots__ = ("cursor", "entries", "lanes", "shards")
 
     def __init__(self) -> None:
         self.lanes = 0
         self.shards: list[dict[int, int]] = [{}]
         self.entries = 0
+        self.cursor = 0
 
     def split(self) -> None:
         (whole,) = self.shards
@@ -142,19 +151,34 @@ class _Namespace:
         for key, mask in whole.items():
             self.shards[key & self.lanes][key] = mask
 
+    def join(self) -> None:
+        whole: dict[int, int] = {}
+        for shard in self.shards:
+            whole.update(shard)
+        self.lanes = 0
+        self.shards = [whole]
+
+    def shrink_one(self) -> None:
+        """Look at the next dict in turn, and make it anew if much of it is empty (1 ms at 40k entries)."""
+        at = self.cursor = (self.cursor + 1) & self.lanes
+        if _is_sparse(self.shards[at]):
+            self.shards[at] = dict(self.shards[at])
+
 
 class _Log:
     """The keys that a slot holds in a namespace, each once, and the `stale` ones that it held and lost since.
 
-    A list of arrays, so that nothing is ever longer to walk than a segment. `live` counts the keys held."""
+    A list of arrays, so that nothing is ever longer to walk than a segment (or a run that was stored at once). `live`
+    counts the keys held; `touched_at` is the caller's time of the last change."""
 
-    __slots__ = ("cursor", "live", "segments", "stale")
+    __slots__ = ("cursor", "live", "segments", "stale", "touched_at")
 
     def __init__(self) -> None:
         self.segments: list[array[int]] = [array("Q")]
         self.stale: dict[int, None] = {}
         self.live = 0
         self.cursor = 0
+        self.touched_at = 0.0
 
     def extend(self, fresh: list[int]) -> None:
         if len(self.segments[-1]) >= _SEGMENT:
@@ -193,7 +217,10 @@ class Index:
         slots.join(self)
         self._namespaces: dict[bytes, _Namespace] = {}
         self._nothing = _Namespace()
+        self.now = 0.0
+        """Set by the caller: changes from here on are of this time, on whatever clock it keeps."""
         self._logs: dict[int, dict[bytes, _Log]] = {}
+        self._shed: dict[bytes, None] = {}
         self._doomed: deque[tuple[int, dict[bytes, _Log]]] = deque()
         self._masks: dict[int, int] = {}
         self._entries = 0
@@ -220,6 +247,15 @@ class Index:
         return len(self._namespaces)
 
     @property
+    def namespace_ids(self) -> Collection[bytes]:
+        return self._namespaces.keys()
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether entries of closed slots are left: memory that is worth nothing to anybody."""
+        return bool(self._doomed)
+
+    @property
     def estimated_bytes(self) -> int:
         """Estimate of the memory held, within about a third."""
         return (
@@ -230,14 +266,41 @@ class Index:
             + len(self._namespaces) * _NAMESPACE_BYTES
             + self._split_count * _SPLIT_BYTES
             + self._log_count * _LOG_BYTES
+            + len(self._shed) * _SHED_BYTES
         )
+
+    def bytes_of(self, ns_id: bytes) -> int:
+        """What a namespace takes, but for the logs beyond the first; never 0."""
+        namespace = self._namespaces.get(ns_id, self._nothing)
+        fixed = _NAMESPACE_BYTES + _LOG_BYTES + bool(namespace.lanes) * _SPLIT_BYTES
+        return fixed + namespace.entries * (_ENTRY_BYTES + 8)
 
     def held_by(self, slot: int) -> int:
         """How many blocks an open slot holds."""
         return sum(log.live for log in self._logs.get(slot, {}).values())
 
-    def store(self, ns_id: bytes, slot: int, keys: bytes | memoryview) -> None:
-        """The slot holds these blocks; those it held already change nothing."""
+    def touched_at(self, ns_id: bytes, slot: int) -> float | None:
+        """When what the slot holds of the namespace last changed or was `touch`ed; None if it holds nothing of it."""
+        log = self._logs.get(slot, {}).get(ns_id)
+        return log.touched_at if log is not None else None
+
+    def touch(self, ns_id: bytes, slot: int) -> None:
+        """What the slot holds of the namespace was just found to be true."""
+        log = self._logs.get(slot, {}).get(ns_id)
+        if log is not None:
+            log.touched_at = self.now
+
+    def untouched_since(self, slot: int, at: float) -> list[bytes]:
+        """Namespaces of which the slot holds blocks that nothing touched since then; 50 ns for each it holds."""
+        return [ns_id for ns_id, log in self._logs.get(slot, {}).items() if log.touched_at < at]
+
+    def store(self, ns_id: bytes, slot: int, keys: bytes | memoryview, parent: int = 0) -> None:
+        """The slot holds these blocks; those it held already change nothing.
+
+        After a shed, a run that continues a chain whose block `parent` is gone from here would never be found, and is
+        not taken."""
+        if parent and self._shed and ns_id in self._shed and not self.holds(ns_id, slot, parent):
+            return
         run = array("Q")
         run.frombytes(keys)
         if not run:
@@ -252,6 +315,7 @@ class Index:
         if log is None:
             log = logs[ns_id] = _Log()
             self._log_count += 1
+        log.touched_at = self.now
         lanes, shards, stale = namespace.lanes, namespace.shards, log.stale
         bit = 1 << slot
         fresh: list[int] = []
@@ -295,6 +359,7 @@ class Index:
         run = array("Q")
         run.frombytes(keys)
         lost = self._strip(self._namespaces[ns_id], ns_id, 1 << slot, run, log.stale)
+        log.touched_at = self.now
         log.live -= lost
         self._stale += lost
         if not log.live:
@@ -312,6 +377,40 @@ class Index:
             log.compact()
             self._logged -= found - len(log.stale)
             self._stale -= found - len(log.stale)
+        if _is_sparse(log.stale):
+            log.stale = dict(log.stale)
+
+    def shed(self, ns_id: bytes, budget: int) -> bool:
+        """Drop about `budget` keys of a namespace, whoever holds them; true if there is more of it.
+
+        What came last goes first, from whoever holds most, a segment at the least: ends of chains go before their
+        beginnings, so the rest can still be found. A removal of what was dropped changes nothing later."""
+        while budget > 0:
+            held = [(log.live, -slot) for slot, logs in self._logs.items() if (log := logs.get(ns_id)) is not None]
+            if not held:
+                return False
+            self._shed[ns_id] = None
+            if len(self._shed) > _SHED_MAX:
+                del self._shed[next(iter(self._shed))]
+            slot = -max(held)[1]
+            logs = self._logs[slot]
+            log = logs[ns_id]
+            segment = log.segments.pop()
+            budget -= len(segment) + 1
+            forgotten = [key for key in segment if key in log.stale]
+            for key in forgotten:
+                del log.stale[key]
+            log.live -= self._strip(self._namespaces[ns_id], ns_id, 1 << slot, segment, {})
+            self._logged -= len(segment)
+            self._stale -= len(forgotten)
+            if not log.segments:
+                log.segments.append(array("Q"))
+            if not log.live:
+                del logs[ns_id]
+                if not logs:
+                    del self._logs[slot]
+                self._drop(log)
+        return True
 
     def forget(self, slot: int, successor: int | None) -> None:
         """`Plane`: the slot was closed. Its entries go in slices (`sweep`); until then its bits are only masked out."""
@@ -417,8 +516,7 @@ class Index:
         before, after = -1, -1
         count = left = 0
         for key in run:
-            lane = key & lanes
-            shard = shards[lane]
+            shard = shards[key & lanes]
             mask = shard.get(key, 0)
             if mask is not before:
                 if not mask & bit:
@@ -431,16 +529,19 @@ class Index:
                 continue
             del shard[key]
             left += 1
-            if not shard:
-                # A dict never shrinks by deletion alone.
-                shards[lane] = {}
+        if left:
+            for _ in range(1 + left // 64):
+                namespace.shrink_one()
         namespace.entries -= left
         self._entries -= left
+        if lanes and namespace.entries < _SPLIT_AT // 8:
+            namespace.join()
+            self._split_count -= 1
         if not namespace.entries:
             del self._namespaces[ns_id]
-            self._split_count -= bool(lanes)
             if not self._namespaces:
                 self._masks.clear()
+                self._shed.clear()
         return count
 
     def _drop(self, log: _Log) -> None:
@@ -453,6 +554,10 @@ class Index:
         if len(self._masks) >= _MASKS_MAX:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)
+
+
+def _is_sparse(entries: dict[int, int] | dict[int, None]) -> bool:
+    return sys.getsizeof(entries) > _SMALL_BYTES + _SPARSE_BYTES * len(entries)
 
 
 def depth_in(levels: Levels, slot: int) -> int:

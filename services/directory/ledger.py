@@ -376,11 +376,12 @@ class Ledger:
         if record is not None and record.incarnation == incarnation and record.last_seq + 1 == seq and record.complete:
             record.last_seq = seq
             index = self._index
+            index.now = now
             for op in ops:
                 if isinstance(op, Stored):
                     slot = record.slots.gpu if op.tier == GPU else self._slot_of(record, op.tier)
                     if slot is not None:
-                        index.store(op.ns_id, slot, op.keys)
+                        index.store(op.ns_id, slot, op.keys, op.parent)
                 elif isinstance(op, Removed):
                     slot = record.slots.gpu if op.tier == GPU else self._slot_of(record, op.tier)
                     if slot is not None:
@@ -390,6 +391,7 @@ class Ledger:
                 else:
                     assert_never(op)
             return NO_EFFECTS
+        self._index.now = now
         effects: list[Effect] = []
         record = self._record(worker, incarnation, now, effects)
         if record is None:
@@ -416,6 +418,7 @@ class Ledger:
         """A part of all that the worker held after event `true_for_seq`, in any order; ids of one incarnation ascend.
 
         A dump is used only where the story has holes, and replaces the worker's entries when its last part is in."""
+        self._index.now = now
         effects: list[Effect] = []
         record = self._record(worker, incarnation, now, effects)
         if record is None or record.lease is Lease.LOST or dump_id <= record.done_dump_id:
