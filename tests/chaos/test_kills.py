@@ -6,14 +6,13 @@ import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import NamedTuple
 
 import aiohttp
 import pytest
 from support.cluster import Cluster, ask, chat, outcome_of
 from support.journal import Journal
 from support.nats import eventually
-from support.storm import Result, Storm
+from support.storm import Outage, Result, Storm
 from support.watch import Rules
 
 from prefixbus.client import Client
@@ -35,23 +34,12 @@ OF_A_WORKER = ("worker_lost", "engine_failed", "silence")
 OF_THE_BUS = ("silence", "stream_gap", "bus_unavailable", "worker_lost", "unavailable")
 
 
-class Kill(NamedTuple):
-    """A process that was killed: its pid, and the Unix seconds between which it died."""
-
-    pid: int
-    from_at: float
-    until_at: float
-
-    def overlaps(self, result: Result) -> bool:
-        return result.started_at <= self.until_at and result.ended_at >= self.from_at
-
-
-async def kill(cluster: Cluster, name: str) -> Kill:
-    """kill -9; returns when the process is no more."""
+async def kill(cluster: Cluster, name: str) -> tuple[int, Outage]:
+    """kill -9; returns, when the process is no more, its pid and the time in which it died."""
     from_at = time.time()
     pid = cluster.signal(name, signal.SIGKILL)
     await eventually(lambda: not _exists(pid), f"{name} is gone", 10)
-    return Kill(pid, from_at, time.time())
+    return pid, Outage(from_at, time.time())
 
 
 def _exists(pid: int) -> bool:
@@ -66,8 +54,8 @@ def _exists(pid: int) -> bool:
 async def test_a_killed_copy_takes_no_request_along(cluster: Cluster, client: Client, victim: str) -> None:
     async with Storm(client, RATE_PER_S, seed=SEED) as storm:
         await eventually(lambda: storm.ended_ok >= 10, "requests are answered")
-        killed = await kill(cluster, victim)
-        await cluster.is_whole_again(victim, killed.pid, WHOLE_AGAIN_S)
+        pid, _ = await kill(cluster, victim)
+        await cluster.is_whole_again(victim, pid, WHOLE_AGAIN_S)
         before = storm.ended_ok
         await eventually(lambda: storm.ended_ok >= before + 20, "requests are answered after it", 10)
 
@@ -83,8 +71,8 @@ async def test_a_killed_router_takes_only_requests_in_its_hands_along(
     )
     async with Storm(client, RATE_PER_S, seed=SEED) as storm:
         await eventually(lambda: storm.ended_ok >= 10, "requests are answered")
-        killed = await kill(cluster, "router-1")
-        await cluster.is_whole_again("router-1", killed.pid, WHOLE_AGAIN_S)
+        pid, killed = await kill(cluster, "router-1")
+        await cluster.is_whole_again("router-1", pid, WHOLE_AGAIN_S)
         before = storm.ended_ok
         await eventually(lambda: storm.ended_ok >= before + 20, "requests are answered after it", 10)
     await cluster.settles()
@@ -107,8 +95,8 @@ async def test_a_killed_worker_takes_only_its_own_requests_along(
     async with Storm(client, RATE_PER_S, seed=SEED, max_tokens=60) as storm:
         await eventually(lambda: storm.ended_ok >= 10, "requests are answered")
         await eventually(lambda: len(journal.in_hand_of("w1")) >= 2, "some are at the worker")
-        killed = await kill(cluster, victim)
-        await cluster.is_whole_again(victim, killed.pid, WHOLE_AGAIN_S)
+        pid, killed = await kill(cluster, victim)
+        await cluster.is_whole_again(victim, pid, WHOLE_AGAIN_S)
         before = storm.ended_ok
         await eventually(lambda: storm.ended_ok >= before + 20, "requests are answered after it", 10)
     await cluster.settles()
@@ -127,7 +115,7 @@ async def test_a_killed_nats_server_is_survived_by_every_service(cluster: Cluste
     services = {name: pid for name, pid in cluster.file.processes.items() if name != "nats-server"}
     async with Storm(client, RATE_PER_S, seed=SEED) as storm:
         await eventually(lambda: storm.ended_ok >= 10, "requests are answered")
-        killed = await kill(cluster, "nats-server")
+        _, killed = await kill(cluster, "nats-server")
         await cluster.all_ready(WHOLE_AGAIN_S)
         before = storm.ended_ok
         await eventually(lambda: storm.ended_ok >= before + 20, "requests are answered after it", WHOLE_AGAIN_S)

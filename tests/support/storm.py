@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +27,16 @@ class Result(msgspec.Struct, frozen=True):
     ended_at: float
     attempts: int
     detail: str = ""
+
+
+class Outage(NamedTuple):
+    """When something died, or did not run: Unix seconds."""
+
+    from_at: float
+    until_at: float
+
+    def overlaps(self, result: Result) -> bool:
+        return result.started_at <= self.until_at and result.ended_at >= self.from_at
 
 
 class Storm:
