@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from prometheus_client import CollectorRegistry
 
 from prefixbus.bus.listening import MAX_STEP_S
 from prefixbus.bus.messages import Load
 from prefixbus.router.fleet import PREFILL_MAX_MS, SURELY_REPORTED_S, Fleet, Lost, Survey
+from prefixbus.router.metrics import WorkerGauges
 
 MODEL, SERVES = "m", "digest"
 
@@ -390,3 +392,23 @@ class BooksBalance(RuleBasedStateMachine):
 
 
 TestBooksBalance = BooksBalance.TestCase
+
+
+def test_each_worker_that_is_not_lost_shows_what_is_believed_of_it() -> None:
+    books = fleet()
+    registry = CollectorRegistry()
+    now = 0.0
+    registry.register(WorkerGauges(books, lambda: now))
+    books.heard(load("w1", queue_ms=100.0, running=2, waiting=1), now)
+    books.heard(load("w2", queue_ms=0.0), now)
+    books.book("r1", 1, "w1", 1, 50.0, now, 60.0)
+
+    def shown(what: str, worker: str) -> float | None:
+        return registry.get_sample_value(f"prefixbus_router_worker_{what}", {"worker": worker})
+
+    assert [shown(what, "w1") for what in ("in_flight", "reported", "queue_ms")] == [1, 3, 150.0]
+    assert [shown(what, "w2") for what in ("in_flight", "reported", "queue_ms")] == [0, 0, 0.0]
+
+    pass_time(books, now, 4.0)
+
+    assert shown("in_flight", "w1") is None
