@@ -191,6 +191,11 @@ def outcome(worker: str, request_id: str) -> str:
 
 
 def journal(request_id: str) -> str:
+def kv_shard(subject: str) -> int:
+    """The shard of a subject that `kv` made."""
+    return int(subject.split(".")[3])
+
+
     return f"{PREFIX}.journal.{request_id}"
 
 
@@ -214,6 +219,7 @@ def tenant_inbox(tenant: str) -> str:
 
 def service_inbox(service: str, instance: str) -> str:
     """The prefix of a service's own inbox: `_SVC.<service>.<instance>`."""
+ALL_KV = f"{PREFIX}.kv.*.*"
     return f"_SVC.{service}.{instance}"
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ..bus.messages import DecisionRecord
+    from ..lab.rebuild import Rebuild
     from ..lab.replay import Replayed, WhatIf
     from .records import Records
 
@@ -65,8 +66,19 @@ def replay(
             exists=True, dir_okay=False, readable=True, help="What the policy in this JSON file would have chosen."
         ),
     ] = None,
+    directory_at: Annotated[
+        int | None,
+        typer.Option(
+            "--directory-at", min=1, help="Instead: what each worker held at this sequence of the stream KV_EVENTS."
+        ),
+    ] = None,
 ) -> None:
     """Make recorded decisions again: the same must come out, to the last bit. Ends with 1 if it does not."""
+    if directory_at is not None:
+        if request_id or since or until or policy:
+            raise typer.BadParameter("stands alone.", param_hint="--directory-at")
+        _print_directory(state, directory_at)
+        return
     from ..lab import replay as replay_module
     from ..router import policy as policy_module
 
@@ -87,6 +99,26 @@ def replay(
         typer.echo(f"{len(replayed)} decisions, {len(different) - unmade} differences{also}")
     if different:
         raise typer.Exit(1)
+
+
+def _print_directory(state: Path, seq: int) -> None:
+    from rich.table import Table
+
+    from . import past, records
+
+    async def work() -> "Rebuild":
+        async with records.operator(state) as bus:
+            return await past.directory_at(bus, seq)
+
+    rebuild = asyncio.run(work())
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("worker", "shard", "incarnation", "last event", "blocks", "on the host", "story"):
+        table.add_column(column, justify="left" if column in ("worker", "story") else "right", no_wrap=True)
+    for held in rebuild.held():
+        numbers = (held.shard, held.incarnation, held.last_event, held.gpu_blocks, held.host_blocks)
+        table.add_row(held.worker, *map(str, numbers), "whole" if held.complete else "has holes")
+    blocks = sum(held.gpu_blocks + held.host_blocks for held in rebuild.held())
+    _print([table, f"{blocks} blocks of {rebuild.namespaces} namespaces after message {seq} of KV_EVENTS"])
 
 
 def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[DecisionRecord]":

@@ -255,9 +255,14 @@ def _operator() -> Access:
             subjects.control("*", "*"),
             f"$KV.{subjects.BUCKET_POLICIES}.>",
         ),
-        checks=(subjects.STREAM_KV_EVENTS,),
         follows=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, subjects.STREAM_WORKERS, subjects.STREAM_POLICIES),
-        gets=(subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, subjects.STREAM_WORKERS, subjects.STREAM_POLICIES),
+        gets=(
+            subjects.STREAM_JOURNAL,
+            subjects.STREAM_AUDIT,
+            subjects.STREAM_WORKERS,
+            subjects.STREAM_POLICIES,
+            subjects.STREAM_KV_EVENTS,  # what workers held when a decision was made
+        ),
         # Only where nobody's durable consumer could be changed or deleted.
         browses=(subjects.STREAM_JOURNAL,),
     )

@@ -38,12 +38,14 @@ def stream_configs() -> tuple[StreamConfig, ...]:
         StreamConfig(
             name=subjects.STREAM_KV_EVENTS,
             description="Block events of all workers: directories follow it.",
-            subjects=[f"{subjects.PREFIX}.kv.*.*"],
+            subjects=[subjects.ALL_KV],
             # A directory that was away longer than this asks the workers for dumps: older events are of no use. A dump
             # of 100k blocks is 1 MB, so the bytes hold the dumps of hundreds of workers and the events after them.
             max_bytes=512 * _MIB,
             max_age=2 * _HOUR,
             discard=DiscardPolicy.OLD,
+            # Read without a consumer by whoever asks what was held when.
+            allow_direct=True,
             **_COMMON,
         ),
         StreamConfig(

@@ -25,7 +25,7 @@ class NotRecorded(PrefixbusError):
 
 
 class AgedOut(NotRecorded):
-    """The request is older than all that the journal keeps."""
+    """What is asked for is older than all that is kept."""
 
     code = "aged_out"
     status = 410

@@ -8,12 +8,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import decide_bench, engine_bench, index_bench, path_bench, recovery_bench, tokenize_bench
+from bench import decide_bench, engine_bench, index_bench, path_bench, recovery_bench, replay_bench, tokenize_bench
 
 BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     "index_lookup": [index_bench.bench_index_lookup],
     "index_apply": [index_bench.bench_index_apply],
     "decide": [lambda: decide_bench.bench_decide(64), lambda: decide_bench.bench_decide(256)],
+    "replay": [replay_bench.bench_replay],
     "key_chain": [tokenize_bench.bench_key_chain],
     "tokenize": [tokenize_bench.bench_tokenize],
     "engine_sim": [engine_bench.bench_engine_steps],

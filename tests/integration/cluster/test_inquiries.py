@@ -30,8 +30,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def probed_blocks(cluster: Cluster) -> int:
+    """What engines hold before any request: blocks of their bridges' probes, in no namespace of ours."""
+    return cached_blocks(cluster)
+
+
+def cached_blocks(cluster: Cluster) -> int:
+    return sum(stats["keys_cached"] for stats in cluster.engine_stats().values())
+
+
 @pytest.fixture(scope="module", autouse=True)
-def asked_until(cluster: Cluster) -> str:
+def asked_until(cluster: Cluster, probed_blocks: int) -> str:
     """When some requests, `asked-0` to `asked-11`, had their outcomes in the journal."""
     asyncio.run(_ask_some(cluster))
     return _iso(time.time())
@@ -162,3 +172,18 @@ def test_mistakes_are_told_in_a_sentence(cluster: Cluster, arguments: list[str],
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_what_workers_held_at_a_past_sequence_is_counted(cluster: Cluster, probed_blocks: int) -> None:
+    operator = await cluster.operator()
+    last = (await operator.jetstream.stream_info(subjects.STREAM_KV_EVENTS)).state.last_seq
+    await operator.close()
+
+    earlier = await asyncio.to_thread(prefixbus, cluster, "replay", "--directory-at", "1")
+    now = await asyncio.to_thread(prefixbus, cluster, "replay", "--directory-at", str(last))
+
+    assert (earlier.returncode, now.returncode) == (0, 0), now.stderr
+    blocks = [int(done.stdout.splitlines()[-1].split()[0]) for done in (earlier, now)]
+    assert 0 < blocks[0] < blocks[1]
+    assert re.search(r"^w1 +0 +\d+ +\d+ +\d+ +0 +whole", now.stdout, re.MULTILINE)
+    assert blocks[1] == cached_blocks(cluster) - probed_blocks
