@@ -46,6 +46,8 @@ Examples:
 
   prefixbus replay --since 1h           recorded decisions, made again
 
+  prefixbus top                         workers and decisions, live
+
   prefixbus demo                        what routing by prefix gains
 """
 
@@ -237,6 +239,7 @@ def run(
     engine_url: Annotated[str, typer.Option(help="worker_bridge: the engine's HTTP address.")] = "",
     kv_events: Annotated[str, typer.Option(help="worker_bridge: the engine's KV event endpoint.")] = "",
     kv_replay: Annotated[str, typer.Option(help="worker_bridge: the engine's replay endpoint.")] = "",
+    shard: Annotated[int, typer.Option(min=0, help="directory: the shard of which it is a replica.")] = 0,
 ) -> None:
     """Run one more copy of a service beside a running cluster, in the foreground."""
     from .bus import runtime
@@ -258,6 +261,8 @@ def run(
             worker=worker, model=model, engine_url=engine_url, kv_events=kv_events, kv_replay=kv_replay
         )
         start: runtime.Run = functools.partial(module.run, options=options)
+    elif service == "directory":
+        start = functools.partial(module.run, shard=shard)
     else:
         start = module.run
 

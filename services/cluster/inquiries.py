@@ -1,5 +1,5 @@
 # ruff: noqa: TID251 - commands: they wait for what they ask
-"""The commands that look back: `explain` and `replay`.
+"""The commands that look at decisions: `explain`, `replay` and `top`.
 
 Owns: their arguments, exit statuses and output.   Must not know: how decisions are made or records are kept."""
 
@@ -99,6 +99,17 @@ def replay(
         typer.echo(f"{len(replayed)} decisions, {len(different) - unmade} differences{also}")
     if different:
         raise typer.Exit(1)
+
+
+@commands.command()
+def top(
+    state: State = DEFAULT_STATE,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+) -> None:
+    """Watch workers, reuse, times to first token and the last decisions, until Ctrl-C."""
+    from . import top as top_module
+
+    asyncio.run(top_module.show(state, once=once))
 
 
 def _print_directory(state: Path, seq: int) -> None:

@@ -1,13 +1,16 @@
-"""`prefixbus explain` and `prefixbus replay` on what a real cluster has recorded."""
+"""`prefixbus explain`, `replay` and `top` on what a real cluster has recorded."""
 
 import asyncio
 import json
 import os
+import pty
 import re
+import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -187,3 +190,50 @@ async def test_what_workers_held_at_a_past_sequence_is_counted(cluster: Cluster,
     assert 0 < blocks[0] < blocks[1]
     assert re.search(r"^w1 +0 +\d+ +\d+ +\d+ +0 +whole", now.stdout, re.MULTILINE)
     assert blocks[1] == cached_blocks(cluster) - probed_blocks
+
+
+def test_one_frame_of_top_has_workers_reuse_and_the_last_decisions(cluster: Cluster) -> None:
+    done = prefixbus(cluster, "top", "--once")
+
+    assert done.returncode == 0, done.stderr
+    for worker in ("w1", "w2"):
+        assert re.search(rf"^{worker} +alive +\d+ +0 +0 +\d+% +smollm2", done.stdout, re.MULTILINE)
+    sums = re.search(r"^(\d+) requests, 0 failed; (\d+) of (\d+) prompt tokens from caches", done.stdout, re.MULTILINE)
+    assert sums and int(sums[1]) >= ASKED and 0 < int(sums[2]) < int(sums[3])
+    assert re.search(r"^cold +[1-9]", done.stdout, re.MULTILINE)
+    assert "decisions: " in done.stdout
+    assert re.search(r"^[0-9A-Z]{8} +w[12] +[a-z-]+ +\d+ +\d+ +\d+ +ok", done.stdout, re.MULTILINE)
+
+
+def test_top_redraws_until_ctrl_c_and_leaves_the_terminal_as_it_was(cluster: Cluster) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "prefixbus", "top", "--state", str(cluster.state)]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    try:
+        shown = _read_until(ours, lambda text: text.count("prefixbus top: last 5 minutes") >= 2, 60)
+        process.send_signal(signal.SIGINT)
+        rest = _read_until(ours, lambda text: False, 60)
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+    assert "\x1b[?1049h" in shown
+    assert "\x1b[?1049l" in rest and "\x1b[?25h" in rest
+    assert "Traceback" not in shown + rest
+
+
+def _read_until(descriptor: int, enough: Callable[[str], bool], deadline_s: float) -> str:
+    """What a terminal shows until it is enough, or its program has ended."""
+    end = time.monotonic() + deadline_s
+    text = ""
+    while not enough(text) and time.monotonic() < end:
+        if select.select([descriptor], [], [], 0.2)[0]:
+            try:
+                text += os.read(descriptor, 65536).decode("utf-8", "replace")
+            except OSError:  # the other end is closed
+                break
+    return text

@@ -1,0 +1,199 @@
+"""What `prefixbus top` shows: the fleet now, and what became of requests in the last minutes.
+
+Owns: the window, the sums and the frame.   Must not know: NATS, clocks, where the frame is drawn.
+Units: ms, tokens; `now` in monotonic seconds, `wall` in Unix seconds."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..bus.blockkeys import warmth
+from ..bus.messages import DecisionRecord, Load, Outcome
+from .verdict import percentile
+
+WINDOW_S = 300.0
+# What is kept of the window at most: some minutes at 300 requests/s.
+MOST_KEPT = 50_000
+KINDS = ("warm", "partial", "cold")
+_FRAME_MIN_ROWS = 3
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A worker's last heartbeat, and what its age makes of its lease: `alive`, `suspect` or `lost`."""
+
+    load: Load
+    silent_s: float
+    lease: str
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Times to first token of one kind of request."""
+
+    count: int
+    p50_ms: float
+    p95_ms: float
+
+
+class Latest(msgspec.Struct, frozen=True):
+    """A decision, with its outcome once there is one."""
+
+    decision: DecisionRecord
+    outcome: Outcome | None
+
+
+class View(msgspec.Struct, frozen=True):
+    """One moment. `latest` begins with the last decision."""
+
+    workers: list[Worker]
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: dict[str, Spread]
+    decisions: list[tuple[str, int]]
+    latest: list[Latest]
+
+    @property
+    def hit_token_ratio(self) -> float:
+        """Token reuse: cached over all prompt tokens of requests whose engine counted them."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class _Heard(NamedTuple):
+    load: Load
+    at: float
+
+
+class Board:
+    """Takes heartbeats, decisions and outcomes in, in the order in which they come; `view` says what they amount to."""
+
+    def __init__(self, suspect_after_s: float, lost_after_s: float) -> None:
+        self._suspect_after_s = suspect_after_s
+        self._lost_after_s = lost_after_s
+        self._heard: dict[str, _Heard] = {}
+        self._decisions: deque[DecisionRecord] = deque(maxlen=MOST_KEPT)
+        self._outcomes: dict[tuple[str, int], Outcome] = {}
+
+    def load(self, load: Load, now: float) -> None:
+        self._heard[load.worker] = _Heard(load, now)
+
+    def decision(self, decision: DecisionRecord) -> None:
+        self._decisions.append(decision)
+
+    def outcome(self, outcome: Outcome) -> None:
+        self._outcomes[outcome.request_id, outcome.attempt] = outcome
+        if len(self._outcomes) > MOST_KEPT:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def view(self, now: float, wall: float) -> View:
+        """What was decided in the last WINDOW_S, and how that went on."""
+        self._forget(wall - WINDOW_S)
+        joined = [(one, self._outcomes.get((one.request_id, one.attempt))) for one in self._decisions]
+        ended = [(decision, outcome) for decision, outcome in joined if outcome is not None]
+        counted = [outcome for _, outcome in ended if outcome.cached_tokens is not None]
+        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for decision, outcome in ended:
+            if outcome.ttft_ms is not None and outcome.cached_tokens is not None:
+                kind = warmth(outcome.prompt_tokens, outcome.cached_tokens, decision.block_size)
+                times[kind].append(outcome.ttft_ms)
+        return View(
+            workers=[self._worker(heard, now) for _, heard in sorted(self._heard.items())],
+            requests=len({decision.request_id for decision in self._decisions}),
+            failed=sum(outcome.status != "ok" for _, outcome in ended),
+            prompt_tokens=sum(outcome.prompt_tokens for outcome in counted),
+            cached_tokens=sum(outcome.cached_tokens or 0 for outcome in counted),
+            ttft={kind: _spread(values) for kind, values in times.items()},
+            decisions=Counter(decision.decision for decision in self._decisions).most_common(),
+            latest=[Latest(decision, outcome) for decision, outcome in reversed(joined)],
+        )
+
+    def _forget(self, before: float) -> None:
+        while self._decisions and self._decisions[0].decided_at < before:
+            self._decisions.popleft()
+        for key in [key for key, outcome in self._outcomes.items() if outcome.ended_at < before]:
+            del self._outcomes[key]
+
+    def _worker(self, heard: _Heard, now: float) -> Worker:
+        silent_s = now - heard.at
+        lease = "alive"
+        if silent_s >= self._suspect_after_s:
+            lease = "lost" if silent_s >= self._lost_after_s else "suspect"
+        return Worker(heard.load, silent_s, lease)
+
+
+def frame(view: View, height: int, *, cut_off: bool = False) -> Group:
+    """The view in 80 columns and, as far as its workers allow, `height` lines: the last decisions get what is left."""
+    workers, decisions = _workers(view.workers), Text(_decisions(view.decisions))
+    state = "cut off from the bus; as last heard" if cut_off else f"last {WINDOW_S / 60:.0f} minutes"
+    sums = Text(
+        f"{view.requests} requests, {view.failed} failed; {view.cached_tokens} of {view.prompt_tokens} prompt tokens "
+        f"from caches ({view.hit_token_ratio:.0%})"
+    )
+    # Three tables' heads, a line between parts, and the lines of text.
+    rows = height - len(view.workers) - len(KINDS) - 10
+    return Group(
+        Text(f"prefixbus top: {state}"),
+        workers,
+        Text(),
+        sums,
+        _ttft(view.ttft),
+        Text(),
+        decisions,
+        Text(),
+        _latest(view.latest[: max(_FRAME_MIN_ROWS, rows)]),
+    )
+
+
+def _workers(workers: Sequence[Worker]) -> Table:
+    numbers = ("queue ms", "running", "waiting", "kv use")
+    table = _table(("worker", "lease", *numbers, "model"), right=numbers)
+    for one in workers:
+        load = one.load
+        lease = "draining" if load.draining and one.lease == "alive" else one.lease
+        cells = (f"{load.queue_ms:.0f}", str(load.running), str(load.waiting), f"{load.kv_usage:.0%}")
+        table.add_row(load.worker, lease, *cells, load.model)
+    return table
+
+
+def _ttft(times: dict[str, Spread]) -> Table:
+    numbers = ("requests", "p50 ms", "p95 ms")
+    table = _table(("first token", *numbers), right=numbers)
+    for kind, spread in times.items():
+        figures = (f"{spread.p50_ms:.0f}", f"{spread.p95_ms:.0f}") if spread.count else ("-", "-")
+        table.add_row(kind, str(spread.count), *figures)
+    return table
+
+
+def _decisions(counts: Sequence[tuple[str, int]]) -> str:
+    return "decisions: " + (", ".join(f"{name} {count}" for name, count in counts) or "none")
+
+
+def _latest(latest: Sequence[Latest]) -> Table:
+    numbers = ("predicted", "cached", "ttft ms")
+    table = _table(("last", "worker", "decision", *numbers, "status"), right=numbers)
+    for one in latest:
+        decision, outcome = one.decision, one.outcome
+        cached = "" if outcome is None or outcome.cached_tokens is None else str(outcome.cached_tokens)
+        ttft = "" if outcome is None or outcome.ttft_ms is None else f"{outcome.ttft_ms:.0f}"
+        status = "" if outcome is None else outcome.error or outcome.status
+        # The end of an id tells requests apart, its beginning says when they came.
+        name = decision.request_id[-8:]
+        predicted = str(decision.predicted_cached_tokens)
+        table.add_row(name, decision.selected_worker, decision.decision, predicted, cached, ttft, status)
+    return table
+
+
+def _table(columns: Sequence[str], *, right: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _spread(values: list[float]) -> Spread:
+    return Spread(len(values), percentile(values, 0.5), percentile(values, 0.95))
