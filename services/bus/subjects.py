@@ -13,6 +13,7 @@
     pb.v1.outcome.<worker>.<request id>      bridge -> routers, directory: it ended   (stream JOURNAL)
     pb.v1.journal.<request id>               router: the decision, and why            (stream JOURNAL)
     pb.v1.audit.<service>.<id>               facts for the record                     (stream AUDIT)
+    pb.v1.claim.<request id>                 bridge: this attempt's answer goes out    (stream CLAIMS)
 
 Must not know: NATS connections.   Source: DESIGN section 2."""
 
@@ -26,6 +27,7 @@ PREFIX = "pb.v1"
 STREAM_KV_EVENTS = "KV_EVENTS"
 STREAM_JOURNAL = "JOURNAL"
 STREAM_AUDIT = "AUDIT"
+STREAM_CLAIMS = "CLAIMS"
 BUCKET_WORKERS = "WORKERS"
 BUCKET_POLICIES = "POLICIES"
 
@@ -33,12 +35,15 @@ BUCKET_POLICIES = "POLICIES"
 STREAM_WORKERS = f"KV_{BUCKET_WORKERS}"
 STREAM_POLICIES = f"KV_{BUCKET_POLICIES}"
 
+# How long it is known which attempt answered a request.
+CLAIMS_KEPT_S = 900.0
+
 # What each service uses; it does not start without.
 STREAMS_OF = {
     "tokenizer": (STREAM_AUDIT,),
     "directory": (STREAM_KV_EVENTS,),
     "router": (STREAM_JOURNAL, STREAM_POLICIES),
-    "worker_bridge": (STREAM_KV_EVENTS, STREAM_JOURNAL, STREAM_AUDIT, STREAM_WORKERS),
+    "worker_bridge": (STREAM_KV_EVENTS, STREAM_JOURNAL, STREAM_AUDIT, STREAM_CLAIMS, STREAM_WORKERS),
     "auditor": (STREAM_AUDIT,),
 }
 
@@ -201,6 +206,10 @@ def kv_shard(subject: str) -> int:
 
 def audit(service: str, instance: str) -> str:
     return f"{PREFIX}.audit.{service}.{instance}"
+
+
+def claim(request_id: str) -> str:
+    return f"{PREFIX}.claim.{request_id}"
 
 
 DISPATCHED = f"{PREFIX}.dispatched"

@@ -25,6 +25,7 @@ ALL_STREAMS = (
     subjects.STREAM_KV_EVENTS,
     subjects.STREAM_JOURNAL,
     subjects.STREAM_AUDIT,
+    subjects.STREAM_CLAIMS,
     subjects.STREAM_WORKERS,
     subjects.STREAM_POLICIES,
 )
@@ -144,9 +145,10 @@ def worker_bridge(worker: str) -> Access:
             f"{subjects.PREFIX}.kv.*.{worker}",
             subjects.outcome(worker, "*"),
             subjects.audit(WORKER_BRIDGE, worker),
+            subjects.claim("*"),  # create-only: one bridge's claim keeps another's answer back, and writes nothing
             f"$KV.{subjects.BUCKET_WORKERS}.{worker}",  # registration: its stream sequence is the incarnation
         ),
-        checks=(subjects.STREAM_KV_EVENTS, subjects.STREAM_JOURNAL, subjects.STREAM_AUDIT, subjects.STREAM_WORKERS),
+        checks=subjects.STREAMS_OF[WORKER_BRIDGE],
     )
 
 

@@ -75,6 +75,22 @@ def stream_configs() -> tuple[StreamConfig, ...]:
             deny_purge=True,
             **_COMMON,
         ),
+        StreamConfig(
+            name=subjects.STREAM_CLAIMS,
+            description="Which attempt of a request answers it.",
+            subjects=[subjects.claim("*")],
+            # The first message of a subject stays, and there is no second: the stream itself keeps claims apart.
+            max_msgs_per_subject=1,
+            discard=DiscardPolicy.NEW,
+            discard_new_per_subject=True,
+            # Longer than any usual request waits; what is older is not begun a second time (worker_bridge/stream.py).
+            max_age=subjects.CLAIMS_KEPT_S,
+            # About 80 B a claim: half a million, or 600 requests/s. When it is full, claims are refused rather than
+            # forgotten. In files, which cost no more than memory (12 us of the server's CPU and 0.2 ms for the answer,
+            # measured): a stream in memory is gone after a restart, name and all.
+            max_bytes=40 * _MIB,
+            **_COMMON,
+        ),
         # One registration per worker, some 100 B: a name's only record must not age out while the worker lives.
         _bucket(subjects.BUCKET_WORKERS, "Registrations of workers; a sequence is an incarnation.", 1, 4 * _MIB, None),
         # The current policy and seven before it, a few KB each.
@@ -191,6 +207,7 @@ def differences(wanted: StreamConfig, found: StreamConfig) -> list[str]:
         "max_age",
         "max_msgs_per_subject",
         "discard",
+        "discard_new_per_subject",
         "duplicate_window",
         "deny_delete",
         "deny_purge",

@@ -8,7 +8,8 @@
 Two rules hold whatever messages do:
 - *At most one attempt's frames are ever published*: another worker is asked only once the last one is known not to
   answer: it refused or gave back, nobody listens there, it confirmed a withdrawal before its first frame, or its lease
-  ran out before that (a bridge that was stopped or cut off gives up what it has not started).
+  ran out before that (a bridge that was stopped or cut off gives up what it has not started). Where the router is wrong
+  about a lease, the bridges' claims keep a second answer back (worker_bridge/claim.py).
 - *Every request ends exactly once*: with the outcome of a bridge, which then has sent the last frame, or with one from
   the router, never both.
 
@@ -46,6 +47,7 @@ class Event(enum.Enum):
     SPENT = "spent"  # the same, but nobody else will be asked
     BROKEN = "broken"  # frames were published and the end never will be
     OUTCOME = "outcome"  # the bridge ended the answer
+    ANSWERED = "answered"  # an attempt that was given up has ended the answer
     CANCEL = "cancel"  # bridges hear cancels, too: whoever has accepted ends its answer itself
     DEADLINE = "deadline"  # nobody waits for it any more: that, it was sent again, or its client has gone
 
@@ -72,6 +74,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.CHOOSING, E.NOBODY): (S.ENDED, (F.ANSWER,)),
     (S.CHOOSING, E.CANCEL): (S.ENDED, (F.ANSWER,)),
     (S.CHOOSING, E.DEADLINE): (S.ENDED, (F.ANSWER,)),
+    (S.CHOOSING, E.ANSWERED): (S.ENDED, ()),
     #
     (S.OFFERED, E.ACCEPTED): (S.ACCEPTED, ()),
     (S.OFFERED, E.STARTED): (S.STREAMING, ()),
@@ -80,6 +83,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.OFFERED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.OFFERED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.OFFERED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.OFFERED, E.ANSWERED): (S.ENDED, (F.ABORT, F.TAKE_BACK)),
     (S.OFFERED, E.CANCEL): (S.OFFERED, ()),
     (S.OFFERED, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
     #
@@ -90,6 +94,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.WITHDRAWING, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.WITHDRAWING, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.WITHDRAWING, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.WITHDRAWING, E.ANSWERED): (S.ENDED, (F.ABORT, F.TAKE_BACK)),
     (S.WITHDRAWING, E.CANCEL): (S.WITHDRAWING, ()),
     (S.WITHDRAWING, E.DEADLINE): (S.WITHDRAWING, ()),
     #
@@ -99,6 +104,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.ACCEPTED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.ACCEPTED, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.ACCEPTED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.ACCEPTED, E.ANSWERED): (S.ENDED, (F.ABORT, F.TAKE_BACK)),
     (S.ACCEPTED, E.CANCEL): (S.ACCEPTED, ()),
     (S.ACCEPTED, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
     #
@@ -106,12 +112,14 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.STREAMING, E.STARTED): (S.STREAMING, ()),
     (S.STREAMING, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.STREAMING, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
+    (S.STREAMING, E.ANSWERED): (S.STREAMING, ()),
     (S.STREAMING, E.CANCEL): (S.STREAMING, ()),
     (S.STREAMING, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
     #
     (S.ENDED, E.ACCEPTED): (S.ENDED, ()),
     (S.ENDED, E.STARTED): (S.ENDED, ()),
     (S.ENDED, E.OUTCOME): (S.ENDED, ()),
+    (S.ENDED, E.ANSWERED): (S.ENDED, ()),
     (S.ENDED, E.CANCEL): (S.ENDED, ()),
     (S.ENDED, E.DEADLINE): (S.ENDED, ()),
 }
@@ -283,7 +291,11 @@ class Attempts:
         return ()
 
     def outcome(self, attempt: int) -> Effects:
-        return self._step(Event.OUTCOME) if self._is_live(attempt) else ()
+        """It has told the client the end. An attempt that was given up cannot have done so unless it was the one that
+        claimed the request (worker_bridge/claim.py): whoever was asked since is stopped."""
+        if attempt > self.attempt:
+            return ()
+        return self._step(Event.OUTCOME if self._is_live(attempt) else Event.ANSWERED)
 
     def cancel(self) -> Effects:
         self.error = self.error or Cancelled()

@@ -70,6 +70,8 @@ class BridgeMetrics:
         self._queue_wait = histogram("queue_wait_seconds", "Others' prefills before its own.", "decision")
         self._given_back = counter("attempts_given_back", "Accepted, and given back before the first frame.", "error")
         self._broken = counter("attempts_broken", "Begun, and left to the router to end.", "error")
+        self.superseded = counter("attempts_superseded", "Attempts that found another one answering their request.")
+        self.unclaimed = counter("answers_unclaimed", "First attempts that answered though no claim was acknowledged.")
         # Whoever finds one says it under this name.
         self.wrong_hits = Counter(
             "prefixbus_wrong_hits",

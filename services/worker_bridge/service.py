@@ -226,7 +226,7 @@ class Bridge:
         await rt.listen(subjects.control(worker, "status"), messages.ABORT, self._on_status)
         await rt.listen_plain(subjects.ALL_CANCELLED, self._on_cancelled)
         await rt.listen_plain(self.streams.nobody_subjects, self._on_nobody_there)
-        await rt.listen_plain(self.streams.facts.acks, self.streams.facts.heard)
+        await rt.listen_plain(self.streams.acks.inbox, self.streams.acks.heard)
 
     def _on_work(self, dispatch: Dispatch, message: Msg) -> None:
         job = messages.JOB.decode(dispatch.job)
@@ -401,7 +401,7 @@ class Bridge:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_TAIL_S - 1):
                 await self.streams.idle()
-                await self.streams.facts.idle()
+                await self.streams.acks.idle()
                 await self._outbox.idle()
 
     def _watch_numbers(self) -> None:

@@ -11,9 +11,12 @@ How an attempt ends, and who says so:
     the lease lapsed, the bus was    nothing but a word to the router, which has ended it or asked another worker
     lost, the name was taken         already, or does so now
 
+    another attempt answers  nothing to the client; the router is told, and asks nobody else
+
     before the first frame   the fact of a (possible) reuse is acknowledged by the record's stream (of a request that
-                             can have reused nothing it is on its way), and the router is told that the answer starts:
-                             from then on it asks nobody else
+                             can have reused nothing it is on its way), the request is claimed (claim.py), and the
+                             router is told that the answer starts: from then on it asks nobody else
+    an end without frames    is claimed, too
     every frame, the end     only under an unbroken lease and over an unbroken bus: else others may be answering
                              already, and what was published last may not have arrived
     silence                  keep-alives; they, and a frame now and then, carry a reply subject of ours, and the server
@@ -46,12 +49,13 @@ from ..bus.errors import (
 )
 from ..bus.messages import ACCEPT, FACT, OUTCOME, VERSION, Accept, Dispatch, Fact, Job, Outcome
 from ..bus.outbox import Outbox
-from .admission import Admission, Left, Phase, Ticket
+from .acks import Acks
+from .admission import ALREADY_STREAMING, Admission, Left, Phase, Ticket
 from .blocks import BlockIndex
 from .chunks import ChunkWriter, Usage
+from .claim import Claim, Superseded
 from .cold import ColdRequests
 from .engine import Engine, Generation, Progress
-from .facts import Facts
 from .heartbeat import Heartbeat
 from .hits import Answered, HitCheck
 from .metrics import BridgeMetrics
@@ -138,7 +142,7 @@ class Streams:
         self.salt_key = salt_key
         self.hits = HitCheck(index)
         self.cold = ColdRequests(index)
-        self.facts = Facts(bus, subjects.audit(SERVICE, worker))
+        self.acks = Acks(bus)
         self.caught = caught
         self.engine_doubted = engine_doubted
         self._tasks = tasks
@@ -241,7 +245,7 @@ class Streams:
         while True:
             await asyncio.sleep(_PULSE_S)
             now = self.clock.now()
-            self.facts.sweep(now)
+            self.acks.sweep(now)
             for attempt in list(self._attempts.values()):
                 if now - attempt.last_sent_at >= self._silence_s:
                     await attempt.keep_alive(now)
@@ -293,6 +297,8 @@ class Attempt:
         self._over = False
         self._recorded = asyncio.Event()
         self._not_recorded = False
+        self._claim = Claim(streams.acks, streams.clock, job, self.ticket.attempt, streams.worker)
+        self._is_unclaimed = False
         self.has_started = False
         self.listener_missed = False
         self.router_missed = False
@@ -320,18 +326,7 @@ class Attempt:
         error: PrefixbusError | None = None
         try:
             try:
-                with self._scope:
-                    self._record()
-                    await self._generate()
-                if self._scope.cancelled_caught:
-                    error = self._stopped or DeadlineExceeded()
-            except PrefixbusError as exc:
-                error = self._stopped or exc
-                if isinstance(exc, BusUnavailable):
-                    self.give_up(exc)
-            except Exception as exc:
-                self._streams.caught(exc, f"attempt {self.name}")
-                error = PrefixbusError()
+                error = await self._claimed_end(await self._go())
             finally:
                 self._over = True
                 self._streams.left(self, self._how_left(error))
@@ -362,6 +357,22 @@ class Attempt:
         self._streams.metrics.keepalives.inc()
 
     # --- the run ---
+
+    async def _go(self) -> PrefixbusError | None:
+        """All up to its last frame; what went wrong, if anything did."""
+        try:
+            with self._scope:
+                self._record()
+                await self._generate()
+            return self._stopped or DeadlineExceeded() if self._scope.cancelled_caught else None
+        except PrefixbusError as exc:
+            error = self._stopped or exc
+            if isinstance(exc, BusUnavailable):
+                self.give_up(exc)
+            return error
+        except Exception as exc:
+            self._streams.caught(exc, f"attempt {self.name}")
+            return PrefixbusError()
 
     async def _generate(self) -> None:
         streams, job = self._streams, self._job
@@ -404,8 +415,15 @@ class Attempt:
                 raise Unavailable(_NO_RECORD)
         await self._until_client_is_back()
         self._check_lease()
+        await self._hold_claim()
+        self._check_lease()
         self._tell_router(STARTED)
         self.has_started = True
+
+    async def _hold_claim(self) -> None:
+        """:raises Superseded, Unavailable: see `Claim.hold`."""
+        if not await self._claim.hold():
+            self._streams.metrics.unclaimed.inc()
 
     async def _until_client_is_back(self) -> None:
         """After an outage of the bus the first and the last frame wait for someone to hear them, within bounds."""
@@ -490,11 +508,28 @@ class Attempt:
                     self.stop(Unavailable(_NO_RECORD))
             self._recorded.set()
 
-        streams.facts.put(self.name, msg_id, payload, streams.clock.now(), settled)
+        subject = subjects.audit(SERVICE, streams.worker)
+        streams.acks.put(subject, f"fact-{self.name}", payload, streams.clock.now(), settled, msg_id=msg_id)
 
     # --- its end ---
 
+    async def _claimed_end(self, error: PrefixbusError | None) -> PrefixbusError | None:
+        """What it ends with: an error that the client is told without having heard a frame must be claimed, too."""
+        if error is None or self.has_started or self._is_given_up() or isinstance(error, Superseded):
+            return error
+        if self._told is not Told.ALL or self._is_given_back(error):
+            return error
+        try:
+            await self._hold_claim()
+        except Superseded as exc:
+            return exc
+        except Unavailable:
+            self._is_unclaimed = True
+        return error
+
     def _how_left(self, error: PrefixbusError | None) -> Left:
+        if isinstance(error, Superseded):
+            return Left.BROKEN
         if self._told is Told.NOBODY or self._is_given_up():
             return Left.BROKEN if self.has_started else Left.GIVEN_BACK
         return Left.GIVEN_BACK if self._is_given_back(error) else Left.ENDED
@@ -503,16 +538,20 @@ class Attempt:
         """Nothing of it was published, and another worker may do better."""
         if error is None or self.has_started or self._told is Told.ROUTER:
             return False
-        return error.retryable or isinstance(error, EngineFailed)
+        return error.retryable or self._is_unclaimed or isinstance(error, EngineFailed)
 
     async def _conclude(self, error: PrefixbusError | None) -> None:
         try:
             await self._until_connected()
-            if self._told is Told.ALL and not self._is_given_back(error):
+            if self._told is Told.ALL and not (self._is_given_back(error) or isinstance(error, Superseded)):
                 await self._until_client_is_back()
             if self._told is Told.NOBODY:
                 return
             if not self._is_given_up():
+                if isinstance(error, Superseded):
+                    self._tell_router(ALREADY_STREAMING)
+                    self._streams.metrics.superseded.inc()
+                    return
                 if error is not None and self._is_given_back(error):
                     self._tell_router(error.code)
                     self._streams.metrics.given_back(error.code)

@@ -7,7 +7,7 @@ from nats.js.api import StorageType
 from support.nats import NatsServer
 
 from prefixbus.bus import subjects
-from prefixbus.bus.errors import ConfigInvalid, Unavailable
+from prefixbus.bus.errors import BusUnavailable, ConfigInvalid, Unavailable
 from prefixbus.cluster import permissions, provision
 
 
@@ -58,6 +58,18 @@ async def test_a_service_finds_its_streams(provisioned: NatsServer, role: str) -
     bus = await provisioned.bus(role, "w1" if role == "worker_bridge" else "")
 
     await bus.check_streams(subjects.STREAMS_OF[role])
+
+
+async def test_a_request_is_claimed_once(provisioned: NatsServer) -> None:
+    """By whichever bridge is first, whatever it writes."""
+    first, second = await provisioned.bus("worker_bridge", "w1"), await provisioned.bus("worker_bridge", "w2")
+
+    await first.publish_acked(subjects.claim("r1"), b"w1 1")
+
+    for bus in (first, second):
+        with pytest.raises(BusUnavailable, match="maximum messages per subject"):
+            await bus.publish_acked(subjects.claim("r1"), b"w2 2")
+    await second.publish_acked(subjects.claim("r2"), b"w2 1")
 
 
 async def test_a_service_whose_streams_are_missing_is_told_what_to_do(tmp_path: Path) -> None:

@@ -374,6 +374,9 @@ class World:
         await following.unsubscribe()
         return found
 
+    def metric(self, name: str) -> float:
+        return self.registry.get_sample_value(name) or 0.0
+
     # --- invariants
 
     async def until_idle(self, bridge: Bridge) -> None:

@@ -386,6 +386,63 @@ async def test_a_record_that_cannot_be_written_gives_the_request_back(tmp_path: 
         assert sorted(fact["request_id"] for fact in facts) == sorted([cold.request_id, job.request_id])
 
 
+async def test_a_request_that_another_attempt_answers_is_not_answered_twice(tmp_path: Path) -> None:
+    """Its router took the worker of the first attempt for lost, and it was not."""
+    async with world(tmp_path, engine={"profile": "h100-8b"}) as here, here.serving() as bridge:
+        begun, cancelled = here.job(prompt(1, 20)), here.job(prompt(2, 20))
+        refused = here.job(prompt(3, 20), params={"max_tokens": 0})
+        answers = {job.request_id: await here.listen(job) for job in (begun, cancelled, refused)}
+        for job in (begun, cancelled, refused):
+            await bridge.streams.bus.publish_acked(subjects.claim(job.request_id), b"w2 1")
+
+        await here.send(here.dispatch(begun, attempt=2))
+        await eventually(lambda: last_word(here, begun, 2) == "already_streaming", "the router hears of it")
+        await here.engine.post("/sim/pause")
+        for job in (cancelled, refused):
+            await here.send(here.dispatch(job, attempt=2))
+        await here.cancel(cancelled)
+        await eventually(lambda: last_word(here, cancelled, 2) == "already_streaming", "so of an end without frames")
+        await here.engine.post("/sim/resume")
+        await eventually(lambda: last_word(here, refused, 2) == "already_streaming", "and of an engine's refusal")
+
+        assert (await here.abort(begun, 2)).error == "started"
+        assert (await here.send(here.dispatch(begun, attempt=2))).refused == "already_streaming"
+        await here.tenant.flush()
+        assert not any(answer.chunks or answer.finals for answer in answers.values())
+        assert here.metric("prefixbus_bridge_attempts_superseded_total") == 3
+        await here.until_idle(bridge)
+        assert not here.outcomes
+
+
+async def test_without_claims_first_attempts_answer_and_later_ones_are_given_back(tmp_path: Path) -> None:
+    """Nobody was asked before a first attempt; before a later one somebody was, who may have begun without a claim."""
+    async with world(tmp_path, without_stream=subjects.STREAM_CLAIMS) as here, here.serving() as bridge:
+        first, later = here.job(prompt(1, 20)), here.job(prompt(2, 20))
+        answer = await here.listen(later)
+
+        await here.ask(first)
+        await here.send(here.dispatch(later, attempt=2))
+
+        await eventually(lambda: last_word(here, later, 2) == "unavailable", "given back")
+        assert not answer.chunks and not answer.finals
+        assert here.metric("prefixbus_bridge_answers_unclaimed_total") == 1
+        await here.until_idle(bridge)
+
+
+async def test_what_was_claimed_may_be_forgotten_so_old_requests_are_begun_once(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving() as bridge:
+        old = int(here.clock.wall() - subjects.CLAIMS_KEPT_S)
+        first, later = here.job(prompt(1, 20), created_at=old), here.job(prompt(2, 20), created_at=old)
+        answer = await here.listen(later)
+
+        await here.ask(first)
+        await here.send(here.dispatch(later, attempt=2))
+
+        await eventually(lambda: last_word(here, later, 2) == "unavailable", "given back")
+        assert not answer.chunks and not answer.finals
+        await here.until_idle(bridge)
+
+
 async def test_a_lapsed_lease_leaves_all_in_hand_to_the_router(tmp_path: Path) -> None:
     """As after a pause of the bridge: it learns by its own clock that it was silent for too long. The router has ended
     what had begun, and given the rest to others: a word more would be one too many."""

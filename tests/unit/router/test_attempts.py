@@ -315,8 +315,36 @@ def test_what_an_abandoned_attempt_says_is_answered_with_an_abort() -> None:
 
     assert attempts.accepted(1) == (Effect.ABORT_STALE,)
     assert attempts.started(1) == (Effect.ABORT_STALE,)
-    assert attempts.outcome(1) == ()
     assert attempts.state is State.OFFERED
+
+
+@pytest.mark.parametrize("state", [State.CHOOSING, State.OFFERED, State.WITHDRAWING, State.ACCEPTED])
+def test_the_end_by_an_attempt_that_was_given_up_ends_the_request(state: State) -> None:
+    """Its worker was taken for lost and was not: it claimed the request, answered, and said so."""
+    attempts = Attempts(4, patience_s=3.0)
+    attempts.decided("w1", 1)
+    attempts.lost("w1", 1)
+    if state is State.CHOOSING:
+        attempts.nobody_now(NoWorkers(), 100.0)
+    else:
+        attempts.decided("w2", 1)
+    if state is State.WITHDRAWING:
+        attempts.silent(2)
+    elif state is State.ACCEPTED:
+        attempts.accepted(2)
+    assert attempts.state is state
+
+    effects = attempts.outcome(1)
+
+    assert effects == (() if state is State.CHOOSING else (Effect.ABORT, Effect.TAKE_BACK))
+    assert attempts.ended and attempts.error is None
+
+
+def test_an_outcome_of_an_attempt_that_was_never_made_says_nothing() -> None:
+    attempts = accepted()
+
+    assert attempts.outcome(2) == ()
+    assert attempts.state is State.ACCEPTED
 
 
 def test_a_request_that_is_being_answered_by_an_attempt_taken_for_dead_gets_no_second_answer() -> None:

@@ -1,10 +1,11 @@
 # ruff: noqa: TID251 - a shell: it takes what the bus hands over, and waits
-"""Facts of reuse on their way to the record's stream, each with one question: is it stored?
+"""Messages on their way to a stream, each with one question: is it stored?
 
 No task waits for an answer: acknowledgements come to one subscription, and what waits too long is found by `sweep`.
 
-Owns: what is not acknowledged yet (bounded by the bridge's slots).   Must not know: what a fact says, what a missing
-acknowledgement means.   Units: seconds, monotonic.   Source: NATS ADR-22 (acknowledgements)."""
+Owns: what is not acknowledged yet (a few for each of the bridge's slots).
+Must not know: what a message says, what a missing acknowledgement means.
+Units: seconds, monotonic.   Source: NATS ADR-22 (acknowledgements)."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,11 +16,21 @@ from nats.aio.msg import Msg
 from ..bus.connection import Bus
 from ..bus.errors import BusUnavailable
 
-# The stream answers in 0.2 ms; an attempt waits this long for it.
+# A stream answers in 0.2 ms; an attempt waits this long for it.
 PATIENCE_S = 2.0
+# nats-server's err_code of a stream with `discard_new_per_subject`.
+_MAX_PER_SUBJECT = 10077
 
 Settled = Callable[[BusUnavailable | None], None]
-"""Called once: with None when the fact is stored, else with why nobody knows."""
+"""Called once: with None when the message is stored, else with why it is not, or why nobody knows."""
+
+
+class AlreadyThere(BusUnavailable):
+    """The stream has as many messages of the subject as it takes."""
+
+    code = "already_there"
+    status = 409
+    retryable = False
 
 
 class _Ack(msgspec.Struct):
@@ -35,28 +46,28 @@ class _Waiting(msgspec.Struct):
     since: float
 
 
-class Facts:
-    """`put` facts; `heard` is to listen on `acks`, `sweep` to be called now and then."""
+class Acks:
+    """`put` messages; `heard` is to listen on `inbox`, `sweep` to be called now and then."""
 
-    def __init__(self, bus: Bus, subject: str) -> None:
+    def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._subject = subject
-        self._prefix = f"{bus.inbox_prefix}.fact"
+        self._prefix = f"{bus.inbox_prefix}.ack"
         self._waiting: dict[str, _Waiting] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __repr__(self) -> str:
-        return f"<Facts {len(self._waiting)} not acknowledged>"
+        return f"<Acks {len(self._waiting)} missing>"
 
     @property
-    def acks(self) -> str:
+    def inbox(self) -> str:
         return f"{self._prefix}.*"
 
-    def put(self, name: str, msg_id: str, payload: bytes, now: float, settled: Settled) -> None:
+    def put(self, subject: str, name: str, payload: bytes, now: float, settled: Settled, *, msg_id: str = "") -> None:
         """`name` is one subject token, unique among those that wait."""
+        headers = {"Nats-Msg-Id": msg_id} if msg_id else None
         try:
-            self._bus.send(self._subject, payload, reply=f"{self._prefix}.{name}", headers={"Nats-Msg-Id": msg_id})
+            self._bus.send(subject, payload, reply=f"{self._prefix}.{name}", headers=headers)
         except BusUnavailable as exc:
             settled(exc)
             return
@@ -76,7 +87,7 @@ class Facts:
             name = next(iter(self._waiting))
             if now - self._waiting[name].since < PATIENCE_S:
                 return
-            self._settle(name, BusUnavailable("The record's stream did not acknowledge."))
+            self._settle(name, BusUnavailable("The stream did not acknowledge."))
 
     def _settle(self, name: str, failure: BusUnavailable | None) -> None:
         waiting = self._waiting.pop(name, None)
@@ -88,11 +99,12 @@ class Facts:
 
 def _failure(message: Msg) -> BusUnavailable | None:
     if message.headers and message.headers.get("Status") == "503":
-        return BusUnavailable("No stream keeps the record.")
+        return BusUnavailable("No stream takes it.")
     try:
         ack = _ack.decode(message.data)
     except msgspec.MsgspecError as exc:
-        return BusUnavailable(f"The record's acknowledgement cannot be read: {exc}")
+        return BusUnavailable(f"The acknowledgement cannot be read: {exc}")
     if ack.error is not None:
-        return BusUnavailable(f"The record's stream refuses: {ack.error.get('description')}")
-    return None if ack.seq else BusUnavailable("The record's acknowledgement is empty.")
+        kind = AlreadyThere if ack.error.get("err_code") == _MAX_PER_SUBJECT else BusUnavailable
+        return kind(f"The stream refuses: {ack.error.get('description')}")
+    return None if ack.seq else BusUnavailable("The acknowledgement is empty.")
