@@ -98,10 +98,19 @@ class TokenizerSection(Section, frozen=True):
 
 
 class DirectorySection(Section, frozen=True):
-    """Leases and memory of the directory."""
+    """Shards, leases, memory and snapshots of the directory."""
+
+    # Namespaces are spread over so many shards, each with replicas of its own. Bridges, routers and directories must
+    # agree: to change it, stop them all.
+    shards: Annotated[int, Meta(ge=1, le=64)] = 1
 
     suspect_after_s: _PositiveMs = 0.6
     lost_after_s: _PositiveMs = 3.0
+    # What the index of one shard may take; over it, the entries of the least useful namespaces go first.
+    memory_bytes: Annotated[int, Meta(ge=64 * 1024 * 1024)] = 1024 * 1024 * 1024
+    namespaces_max: _Positive = 65536
+    # Entries that nothing touched for this long lose trust slowly.
+    entries_fresh_s: _PositiveMs = 3600.0
 
 
 class RouterSection(Section, frozen=True):

@@ -177,7 +177,8 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """A bridge's heartbeat: its lease, its load, and the last block event it has published.
 
-    `accepted` are the requests taken since the previous report (their prefill is inside `queue_ms` from here on).
+    `event_seqs` names the last event for each shard of the directory, `event_seq` that for shard 0. `accepted` are the
+    requests taken since the previous report (their prefill is inside `queue_ms` from here on).
     `worker_class` names machines that compute alike, `pool` whom they serve; `reserved_slots` of the slots are kept for
     requests that find nothing cached."""
 
@@ -200,6 +201,14 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     worker_class: str = ""
     pool: str = ""
     reserved_slots: int = 0
+    event_seqs: list[int] = []
+
+    def seq_for(self, shard: int, shards: int) -> int:
+        """The last event for this one of so many shards. :raises MessageInvalid: it is told for another number."""
+        seqs = self.event_seqs or [self.event_seq]
+        if len(seqs) != shards:
+            raise MessageInvalid(f"{self.worker} publishes for {len(seqs)} shards of the directory, not for {shards}.")
+        return seqs[shard]
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -232,7 +241,7 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Block changes of one worker, in order; `seq` counts these messages from 1 within an incarnation."""
+    """Block changes of one worker, in order; `seq` counts its messages to one shard from 1 within an incarnation."""
 
     v: int
     worker: str
@@ -242,7 +251,7 @@ class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class KvDump(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Part `part` of `parts` of all that the worker holds, true for the moment after event `seq`."""
+    """Part `part` of `parts` of all that the worker holds of a shard, true for the moment after event `seq`."""
 
     v: int
     worker: str
@@ -255,11 +264,12 @@ class KvDump(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class DumpRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Directory -> bridge (`ctl.<worker>.dump`): write all you hold into the stream."""
+    """Directory -> bridge (`ctl.<worker>.dump`): write all you hold of this shard into the stream."""
 
     v: int
     incarnation: int
     reason: str
+    shard: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):

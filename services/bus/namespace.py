@@ -73,6 +73,11 @@ def seed(namespace_id: bytes) -> int:
     return int.from_bytes(namespace_id[:8], "little")
 
 
+def shard_of(namespace_id: bytes, shards: int) -> int:
+    """Which of so many shards of the directory knows the namespace: the first 8 bytes of ns_id (LE), modulo."""
+    return int.from_bytes(namespace_id[:8], "little") % shards
+
+
 def salt(key: bytes, namespace_id: bytes) -> str:
     """The `cache_salt` an engine gets: base32(ns_id || MAC), 39 characters that need no escaping.
 

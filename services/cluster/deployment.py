@@ -41,7 +41,8 @@ _NATS, _ENGINE, _BRIDGE, _SERVICE = 0, 1, 2, 3
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. `scale` is the number of copies of each service; `kv_tokens` the cache of each simulated engine."""
+    """What to run. `scale` is the number of copies of each service, for the directory of each shard; `kv_tokens` the
+    cache of each simulated engine."""
 
     workers: int = 3
     model: str = DEFAULT_MODEL
@@ -278,6 +279,9 @@ class Deployment:
         workers = len(self.workers)
         engines = "a simulated engine with its bridge" if workers == 1 else f"{workers} simulated engines with bridges"
         copies = [(name, self._options.scale.get(name, 1)) for name in SCALABLE]
+        shards = self._shards()
+        if shards > 1:
+            copies = [(f"directory of {shards} shards" if name == "directory" else name, n) for name, n in copies]
         services = [name if count == 1 else f"{count} times {name}" for name, count in copies]
         return f"nats-server, {engines}, {', '.join(services)}"
 
@@ -372,8 +376,23 @@ class Deployment:
         for service in ("tokenizer", "directory", "router", "auditor", "callout"):
             # The callout is a process of its own in the auditor service: they are scaled together.
             copies = self._options.scale.get("auditor" if service == "callout" else service, 1)
-            specs += [Spec(f"{service}-{n}", self._command("run", service), _SERVICE) for n in range(1, copies + 1)]
+            for name, command in self._directories() if service == "directory" else [(service, ["run", service])]:
+                specs += [Spec(f"{name}-{n}", self._command(*command), _SERVICE) for n in range(1, copies + 1)]
         return specs
+
+    def _directories(self) -> list[tuple[str, list[str]]]:
+        """How each shard is called, and how a replica of it is started."""
+        shards = self._shards()
+        return [
+            ("directory" if shards == 1 else f"directory-s{shard}", ["run", "directory", "--shard", str(shard)])
+            for shard in range(shards)
+        ]
+
+    def _shards(self) -> int:
+        """Of the directory: what the config says, or will say once it is made."""
+        path = self._directory / "config.toml"
+        config = config_module.load(path, os.environ) if path.exists() else config_module.parse("", os.environ)
+        return config.directory.shards
 
     def _engine_specs(self) -> list[Spec]:
         return [Spec(f"engine-{w}", self.engine_command(w, self._engines[w]), _ENGINE) for w in self.workers]

@@ -1,9 +1,10 @@
 # ruff: noqa: TID251 - a shell
 """The directory's shell: events, heartbeats and announcements in, look-ups answered.
 
-Every replica follows the event stream and hears every heartbeat itself; look-ups go to any one of them (queue group). A
-replica answers only once it has caught up: it knows the workers that live and has the whole story of each, or has
-waited `CATCH_UP_S` for those that do not tell it.
+A process is one replica of one shard: it knows the namespaces that belong there, and no other. Every replica follows
+its shard's events and hears every heartbeat itself; look-ups go to any one of them (queue group). A replica answers
+only once it has caught up: it knows the workers that live and has the whole story of each, or has waited `CATCH_UP_S`
+for those that do not tell it.
 
 Owns: the subscriptions.   Must not know: how the index works, what a worker is good for."""
 
@@ -14,15 +15,14 @@ import anyio
 from nats.aio.msg import Msg
 from prometheus_client import Counter, Gauge, Histogram
 
-from ..bus import messages, subjects
-from ..bus.errors import BadSubject, BusUnavailable, PrefixbusError
+from ..bus import messages, namespace, subjects
+from ..bus.errors import BadSubject, BusUnavailable, ConfigInvalid, PrefixbusError
 from ..bus.messages import Dispatched, Holdings, Level, Load, Lookup, Outcome
 from ..bus.runtime import Runtime
 from .index import Index, Levels, Slots
 from .ledger import AskDump, Effect, Ledger, Rules, WorkerLost, WorkerSuspect
 from .predictions import Predictions
 
-SHARD = 0
 CATCH_UP_S = 3.0
 _TICK_S = 0.1
 # Blocks swept without giving the loop to others: about 1.5 ms (bench index_apply).
@@ -34,7 +34,9 @@ _EVENTS_FOLLOW_S = 1.0
 class Directory:
     """The pure parts of one shard, and what ties them to the bus."""
 
-    def __init__(self, rt: Runtime) -> None:
+    def __init__(self, rt: Runtime, shard: int) -> None:
+        self.shard = shard
+        self._shards = rt.config.directory.shards
         self._rt = rt
         self._now = rt.clock.now
         slots = Slots()
@@ -60,6 +62,7 @@ class Directory:
         )
         self._leases = Counter("prefixbus_directory_leases", "Turns of workers' leases.", ["turn"], registry=registry)
         gauges = {
+            "shard": ("Which shard this is.", lambda: self.shard),
             "entries": ("Block keys known.", lambda: self.index.entries),
             "bytes": ("Estimated bytes of the index.", lambda: self.index.estimated_bytes),
             "announced_requests": ("Dispatches whose blocks are announced.", lambda: len(self.predictions)),
@@ -84,7 +87,8 @@ class Directory:
     def load(self, load: Load, message: Msg) -> None:
         """A worker's heartbeat."""
         _check_sender(load.worker, message)
-        self._perform(self.ledger.heartbeat(load.worker, load.incarnation, load.event_seq, self._now()))
+        last_seq = load.seq_for(self.shard, self._shards)
+        self._perform(self.ledger.heartbeat(load.worker, load.incarnation, last_seq, self._now()))
 
     async def events(self, message: Msg) -> None:
         """A worker's block changes, or a part of its dump."""
@@ -110,6 +114,8 @@ class Directory:
         if not sent.worker:
             self.predictions.drop(name)
             return
+        if not self._is_ours(sent.ns_id):
+            return
         view = self.ledger.view(sent.worker)
         if view is None or view.slot is None or view.incarnation != sent.incarnation:
             return
@@ -123,6 +129,8 @@ class Directory:
         """A request ended: its events are here or will be soon, or nothing will come."""
         if message.subject != subjects.outcome(outcome.worker, outcome.request_id):
             raise BadSubject(f"an outcome of {outcome.worker} came on {message.subject}.")
+        if not self._is_ours(bytes.fromhex(outcome.ns_id)):
+            return
         name = _announcement(outcome.request_id, outcome.attempt)
         if outcome.status == "ok":
             self.predictions.renew(name, self._now() + _EVENTS_FOLLOW_S)
@@ -155,6 +163,9 @@ class Directory:
         else:
             self.ledger.observer_cut(self._now())
 
+    def _is_ours(self, ns_id: bytes) -> bool:
+        return namespace.shard_of(ns_id, self._shards) == self.shard
+
     def _levels(self, levels: Levels) -> list[Level]:
         named = []
         for depth, mask in levels:
@@ -174,7 +185,7 @@ class Directory:
             match effect:
                 case AskDump(worker, incarnation, reason):
                     self._dumps.labels(reason).inc()
-                    request = messages.DumpRequest(messages.VERSION, incarnation, reason)
+                    request = messages.DumpRequest(messages.VERSION, incarnation, reason, self.shard)
                     self._send(subjects.control(worker, "dump"), messages.DUMP_REQUEST.encode(request))
                 case WorkerLost(worker) | WorkerSuspect(worker):
                     self._rt.log.warning("worker %s: %s", worker, type(effect).__name__)
@@ -199,17 +210,21 @@ def _announcement(request_id: str, attempt: int) -> str:
     return f"{request_id}.{attempt}"
 
 
-async def run(rt: Runtime) -> None:
-    """Runs until `rt.stopping`. :raises BusUnavailable: the event stream is not there."""
-    directory = Directory(rt)
+async def run(rt: Runtime, shard: int = 0) -> None:
+    """One replica of a shard, until `rt.stopping`.
+
+    :raises ConfigInvalid: there is no such shard.   :raises BusUnavailable: the event stream is not there."""
+    if not 0 <= shard < rt.config.directory.shards:
+        raise ConfigInvalid(f"{shard} is none of its {rt.config.directory.shards} shards.", field="directory")
+    directory = Directory(rt, shard)
     rt.bus.on_connection_change.append(directory.connection_changed)
     await rt.listen(subjects.ALL_LOAD, messages.LOAD, directory.load)
     await rt.listen(subjects.DISPATCHED, messages.DISPATCHED, directory.dispatched)
     await rt.listen(subjects.ALL_OUTCOME, messages.OUTCOME, directory.outcome)
-    await rt.bus.follow(subjects.STREAM_KV_EVENTS, subjects.kv(SHARD, "*"), directory.events, start="new")
+    await rt.bus.follow(subjects.STREAM_KV_EVENTS, subjects.kv(shard, "*"), directory.events, start="new")
     rt.task_group.start_soon(directory.keep_time)
     await directory.catch_up()
-    lookups = await rt.listen(subjects.lookup(SHARD), messages.LOOKUP, directory.lookup, queue="directory")
+    lookups = await rt.listen(subjects.lookup(shard), messages.LOOKUP, directory.lookup, queue="directory")
     rt.ready()
     await rt.stopping.wait()
     await lookups.drain()

@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from .. import __version__
-from ..bus import frames, subjects
+from ..bus import frames, namespace, subjects
 from ..bus.cancels import Cancels
 from ..bus.errors import (
     BusUnavailable,
@@ -110,7 +110,8 @@ class Desk:
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
         self.traffic = Traffic()
         self.cancels = Cancels()
-        self.patience = Patience()
+        # By shard of the directory: one that hangs says nothing about another.
+        self.patience = [Patience() for _ in range(rt.config.directory.shards)]
         self.policy: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.metrics = Metrics(rt.registry)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
@@ -427,22 +428,24 @@ class Request:
         """None when the directory did not answer: the request is decided blind."""
         route, desk = self._route, self._desk
         started_at = desk.clock.now()
-        if not desk.patience.may_ask(started_at):
+        shard = namespace.shard_of(route.ns_id, len(desk.patience))
+        patience = desk.patience[shard]
+        if not patience.may_ask(started_at):
             desk.metrics.lookups_skipped.inc()
             return None
         try:
             reply = await desk.bus.request(
-                subjects.lookup(0),
+                subjects.lookup(shard),
                 LOOKUP.encode(Lookup(VERSION, route.ns_id, route.keys)),
                 timeout_s=desk.settings.lookup_timeout_ms / 1000,
             )
             holdings = HOLDINGS.decode(reply.data)
         except PrefixbusError as exc:
-            desk.patience.missed(desk.clock.now())
+            patience.missed(desk.clock.now())
             desk.metrics.lookup_failures.inc()
             desk.rt.log.debug("deciding blind: %s", exc)
             return None
-        desk.patience.answered()
+        patience.answered()
         desk.metrics.lookup_ms.observe((desk.clock.now() - started_at) * 1000)
         return holdings
 

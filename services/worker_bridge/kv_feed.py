@@ -1,8 +1,10 @@
 # ruff: noqa: TID251 - a shell: it waits on the event loop
-"""The worker's block changes on the bus: events in order, and dumps when asked.
+"""The worker's block changes on the bus: to each shard of the directory, events in order and dumps when asked.
 
 `seq` counts what should have been sent, whether or not it could be: after an outage the directory sees the gap and asks
 for a dump. One task writes, so the stream's order is the story's.
+
+Each shard is told of its own namespaces alone, with seqs and dumps of its own; what clears the whole cache goes to all.
 
 A large story is told in slices, so that frames need not wait for it. A dump is of a snapshot; what changes meanwhile is
 written between its parts, with the higher seqs of events that it does not cover.
@@ -14,12 +16,11 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from ..bus import subjects
+from ..bus import namespace, subjects
 from ..bus.errors import BusUnavailable
 from ..bus.messages import KV, VERSION, Cleared, KvDump, KvEvents, Removed, Stored
 from .blocks import DUMP_KEYS, SLICE_KEYS, BlockIndex, Op, Snapshot, split
 
-_SHARD = 0
 _OPS_A_MESSAGE = 16
 _KEYS_A_MESSAGE = 4096
 # A message costs about 20 us.
@@ -37,11 +38,73 @@ class Outlet(Protocol):
         ...
 
 
+class KvFeeds:
+    """The feeds to all shards, as one."""
+
+    def __init__(self, bus: Outlet, worker: str, index: BlockIndex, shards: int) -> None:
+        self._shards = shards
+        self._feeds = [KvFeed(bus, worker, index, shard=shard, shards=shards) for shard in range(shards)]
+
+    def __repr__(self) -> str:
+        return f"<KvFeeds {self._feeds}>"
+
+    @property
+    def seqs(self) -> list[int]:
+        """By shard."""
+        return [feed.seq for feed in self._feeds]
+
+    @property
+    def unsent(self) -> int:
+        return sum(feed.unsent for feed in self._feeds)
+
+    @property
+    def dumps(self) -> int:
+        return sum(feed.dumps for feed in self._feeds)
+
+    def begin(self, incarnation: int) -> None:
+        for feed in self._feeds:
+            feed.begin(incarnation)
+
+    def add(self, ops: list[Op]) -> None:
+        if self._shards == 1:
+            self._feeds[0].add(ops)
+            return
+        by_shard: list[list[Op]] = [[] for _ in self._feeds]
+        for op in ops:
+            if isinstance(op, Cleared):
+                for mine in by_shard:
+                    mine.append(op)
+            else:
+                by_shard[namespace.shard_of(op.ns_id, self._shards)].append(op)
+        for feed, mine in zip(self._feeds, by_shard, strict=True):
+            feed.add(mine)
+
+    def ask_dump(self, shard: int) -> bool:
+        """False: there is no such shard."""
+        if not 0 <= shard < self._shards:
+            return False
+        self._feeds[shard].ask_dump()
+        return True
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for feed in self._feeds:
+                group.create_task(feed.run())
+
+
 class KvFeed:
-    """`begin` an incarnation, `add` changes, `ask_dump`; `run` writes, in slices of so many keys."""
+    """One shard's. `begin` an incarnation, `add` changes, `ask_dump`; `run` writes, in slices of so many keys."""
 
     def __init__(
-        self, bus: Outlet, worker: str, index: BlockIndex, *, dump_keys: int = DUMP_KEYS, slice_keys: int = SLICE_KEYS
+        self,
+        bus: Outlet,
+        worker: str,
+        index: BlockIndex,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        dump_keys: int = DUMP_KEYS,
+        slice_keys: int = SLICE_KEYS,
     ) -> None:
         self.seq = 0
         self.unsent = 0
@@ -52,7 +115,9 @@ class KvFeed:
         self._index = index
         self._dump_keys = dump_keys
         self._slice_keys = slice_keys
-        self._subject = subjects.kv(_SHARD, worker)
+        self._shard = shard
+        self._shards = shards
+        self._subject = subjects.kv(shard, worker)
         self._incarnation = 0
         self._story: Snapshot | None = None
         self._waiting: list[Op] = []
@@ -61,7 +126,8 @@ class KvFeed:
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<KvFeed incarnation {self._incarnation} seq {self.seq}, {len(self._waiting)} waiting>"
+        state = f"incarnation {self._incarnation} seq {self.seq}, {len(self._waiting)} waiting"
+        return f"<KvFeed of shard {self._shard} {state}>"
 
     def begin(self, incarnation: int) -> None:
         """A new life: all that is held is told again, from seq 1. 0: no life, nothing is told."""
@@ -69,7 +135,7 @@ class KvFeed:
         self.seq = 0
         self._dump_id = 0
         self._dump_asked = False
-        self._story = self._index.snapshot(self._slice_keys) if incarnation else None
+        self._story = self._snapshot() if incarnation else None
         self._waiting = []
         self._wake.set()
 
@@ -116,7 +182,7 @@ class KvFeed:
     async def _write_dump(self) -> None:
         # Nothing has waited since the last event was written: the snapshot is true for its seq.
         incarnation, seq, clears = self._incarnation, self.seq, self._index.clears
-        snapshot = self._index.snapshot(self._slice_keys)
+        snapshot = self._snapshot()
         parts = snapshot.parts(self._dump_keys)
         self._dump_id += 1
         dump_id, number = self._dump_id, 0
@@ -131,6 +197,13 @@ class KvFeed:
             if incarnation != self._incarnation or clears != self._index.clears or not self._bus.connected:
                 return
         self.dumps += 1
+
+    def _snapshot(self) -> Snapshot:
+        if self._shards == 1:
+            return self._index.snapshot(self._slice_keys)
+        return self._index.snapshot(
+            self._slice_keys, lambda ns_id: namespace.shard_of(ns_id, self._shards) == self._shard
+        )
 
     def _send(self, message: KvEvents | KvDump) -> None:
         try:

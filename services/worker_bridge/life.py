@@ -29,7 +29,7 @@ from .blocks import BlockIndex
 from .engine import Engine
 from .engine_events import Batch, BlockStored
 from .handshake import EngineFacts, shake_hands
-from .kv_feed import KvFeed
+from .kv_feed import KvFeeds
 from .vllm_events import Endpoints, VllmEvents
 
 # Asked this often whether it works; a dead one is noticed by its closed sockets long before.
@@ -83,7 +83,7 @@ class Life:
         engine: Engine,
         endpoints: Endpoints,
         index: BlockIndex,
-        feed: KvFeed,
+        feed: KvFeeds,
         follower: Follower,
     ) -> None:
         self.incarnation = 0

@@ -24,7 +24,7 @@ from .admission import Admission, Left, Offer, Verdict
 from .blocks import BlockIndex
 from .engine import Engine, VllmHttp
 from .heartbeat import Heartbeat, is_urgent
-from .kv_feed import KvFeed
+from .kv_feed import KvFeeds
 from .life import Life, WorkerRecord, reply_of
 from .metrics import BridgeMetrics
 from .stream import SERVICE, Started, Streams, Told
@@ -86,7 +86,7 @@ class Bridge:
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
         self.admission = Admission(config.bridge.slots)
-        self._feed = KvFeed(rt.bus, self._worker, self.index)
+        self._feed = KvFeeds(rt.bus, self._worker, self.index, config.directory.shards)
         record = WorkerRecord(
             v=VERSION,
             worker=self._worker,
@@ -187,12 +187,13 @@ class Bridge:
         self._accepted_reported = len(self._accepted)
         self._told_busy = admission.busy
         self._told_queue_ms = queue_ms = admission.queue_ms(self._rt.clock.now())
+        event_seqs = self._feed.seqs
         load = Load(
             v=VERSION,
             worker=self._worker,
             incarnation=self.life.incarnation,
             report=self._report,
-            event_seq=self._feed.seq,
+            event_seq=event_seqs[0],
             model=record.model,
             serves=record.serves,
             queue_ms=queue_ms,
@@ -204,6 +205,7 @@ class Bridge:
             block_size=record.block_size,
             draining=admission.draining,
             accepted=list(self._accepted),
+            event_seqs=event_seqs,
         )
         return messages.LOAD.encode(load)
 
@@ -334,8 +336,7 @@ class Bridge:
         if request.incarnation != self.life.incarnation:
             self._reply(message, "This is another incarnation.")
             return
-        self._feed.ask_dump()
-        self._reply(message)
+        self._reply(message, "" if self._feed.ask_dump(request.shard) else "There is no such shard.")
 
     def _on_reset(self, message: Msg) -> None:
         # It may take the engine a while: other control messages must not wait for it.
@@ -419,7 +420,7 @@ class Bridge:
                 "story_complete": ("1 if all the engine's events were heard.", lambda: int(index.complete)),
                 "engine_event_lag_seconds": ("Age of the last event batch when heard.", lambda: life.event_lag_s),
                 "incarnation": ("The worker's current life, 0 if none.", lambda: life.incarnation),
-                "kv_seq": ("The last block event published.", lambda: feed.seq),
+                "kv_seq": ("Block events published in this life.", lambda: sum(feed.seqs)),
             },
             {
                 "engine_sessions": ("Connections to the engine's events.", lambda: life.events.sessions),

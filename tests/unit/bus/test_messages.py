@@ -114,11 +114,27 @@ def test_a_later_versions_appended_field_is_ignored() -> None:
         v: int
         incarnation: int
         reason: str
+        shard: int
         added: str
 
-    data = msgspec.msgpack.encode(Later(VERSION, 7, "gap", "new"))
+    data = msgspec.msgpack.encode(Later(VERSION, 7, "gap", 1, "new"))
 
-    assert messages.DUMP_REQUEST.decode(data) == messages.DumpRequest(VERSION, 7, "gap")
+    assert messages.DUMP_REQUEST.decode(data) == messages.DumpRequest(VERSION, 7, "gap", 1)
+
+
+def test_a_heartbeat_from_before_there_were_shards_speaks_of_the_only_one() -> None:
+    load = msgspec.structs.replace(sample(messages.Load), event_seq=7, event_seqs=[])
+
+    assert load.seq_for(0, 1) == 7
+
+
+def test_a_heartbeat_for_another_number_of_shards_is_refused() -> None:
+    load = msgspec.structs.replace(sample(messages.Load), event_seqs=[7, 8])
+
+    assert [load.seq_for(shard, 2) for shard in (0, 1)] == [7, 8]
+    for shards in (1, 3):
+        with pytest.raises(MessageInvalid, match=f"2 shards of the directory, not for {shards}"):
+            load.seq_for(0, shards)
 
 
 def test_the_namespace_in_a_job_is_whole() -> None:

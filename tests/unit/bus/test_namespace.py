@@ -87,6 +87,18 @@ def test_the_id_of_a_known_namespace_never_changes() -> None:
     assert ns.salt(KEY, ns.ns_id(KEY, BASE)) == "sthnziu3pqcuhzyx4o6vkzay6p6jhzlxa6a3aii"
 
 
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 64))
+def test_a_namespace_has_one_shard_of_so_many(namespace_id: bytes, shards: int) -> None:
+    assert 0 <= ns.shard_of(namespace_id, shards) < shards
+    assert ns.shard_of(namespace_id, 1) == 0
+
+
+def test_the_shard_of_a_known_namespace_never_changes() -> None:
+    found = [ns.shard_of(bytes.fromhex("0b16212c37424d58636e79848f9aa5b0"), shards) for shards in range(1, 9)]
+
+    assert found == [0, 1, 0, 3, 1, 3, 3, 3]
+
+
 def test_derived_keys_are_hkdf_as_rfc_5869_writes_it() -> None:
     secret = bytes.fromhex("0b" * 22)
     extracted = hmac.new(bytes(32), secret, "sha256").digest()

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bridge_blocks import SALT_A, Chain, index, removed, stored
+from test_bridge_blocks import NS_A, NS_B, SALT_A, SALT_B, Chain, index, removed, stored, u64s
 
 from prefixbus.bus import messages as wire
+from prefixbus.bus import namespace, subjects
 from prefixbus.bus.messages import Cleared, KvDump, KvEvents, Removed, Stored
 from prefixbus.directory.index import Index, Slots
 from prefixbus.directory.ledger import Ledger
@@ -200,3 +201,90 @@ def test_a_dump_that_races_live_events_ends_right(
         assert held.held_by(view.slot) == len(truth)
 
     asyncio.run(scenario())
+
+
+# -- several shards
+
+SHARDS = 2
+
+
+class Subjects:
+    """The bus as the feeds to all shards see it."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[KvEvents | KvDump]] = {}
+        self.count = 0
+
+    def send(self, subject: str, payload: bytes = b"") -> None:
+        self.sent.setdefault(subject, []).append(wire.KV.decode(payload))
+        self.count += 1
+
+    async def are_quiet(self) -> None:
+        since, last = 0, -1
+        while since < 50:
+            await asyncio.sleep(0)
+            since = since + 1 if self.count == last else 0
+            last = self.count
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([SALT_A, SALT_B]), st.integers(1, 6), st.sampled_from(["stores", "evicts", "clears"])
+        ),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_each_shard_is_told_the_whole_story_of_its_own_namespaces_and_no_other(
+    happenings: list[tuple[str, int, str]], dumped: bool
+) -> None:
+    async def scenario() -> None:
+        blocks, outlet = index(), Subjects()
+        blocks.apply([stored(SALT_A, chain(1, 3)), stored(SALT_B, chain(1, 5))])
+        feeds = kv_feed.KvFeeds(outlet, "w1", blocks, SHARDS)
+        task = asyncio.create_task(feeds.run())
+        feeds.begin(1)
+        for salt, number, what in happenings:
+            events: dict[str, EngineEvent] = {
+                "stores": stored(salt, chain(number, 3)),
+                "evicts": removed(salt, chain(number, 3)),
+                "clears": AllBlocksCleared(),
+            }
+            feeds.add(blocks.apply([events[what]]))
+        await outlet.are_quiet()
+        if dumped:
+            assert feeds.ask_dump(1)
+            await outlet.are_quiet()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+        assert {namespace.shard_of(ns_id, SHARDS) for ns_id in (NS_A, NS_B)} == {0, 1}
+        for ns_id in (NS_A, NS_B):
+            shard = namespace.shard_of(ns_id, SHARDS)
+            told = outlet.sent.get(subjects.kv(shard, "w1"), [])
+            assert [each.seq for each in told if isinstance(each, KvEvents)] == list(range(1, feeds.seqs[shard] + 1))
+            assert any(isinstance(each, KvDump) for each in told) == (dumped and shard == 1)
+            runs = [op for each in told for op in (each.ops if isinstance(each, KvEvents) else each.runs)]
+            assert {op.ns_id for op in runs if not isinstance(op, Cleared)} <= {ns_id}
+            held = Index(Slots())
+            directory = Ledger(held)
+            directory.heartbeat("w1", 1, 0, 0.0)
+            for message in told:
+                tell(directory, message)
+            view = directory.view("w1")
+            assert view is not None and view.slot is not None and view.complete
+            truth = {key for run in blocks.snapshot().runs() if run and run.ns_id == ns_id for key in u64s(run.keys)}
+            assert all(held.holds(ns_id, view.slot, key) for key in truth)
+            assert held.held_by(view.slot) == len(truth)
+
+    asyncio.run(scenario())
+
+
+def test_a_dump_of_a_shard_that_is_not_there_is_not_begun() -> None:
+    feeds = kv_feed.KvFeeds(Subjects(), "w1", index(), SHARDS)
+
+    assert [feeds.ask_dump(shard) for shard in (-1, 0, 1, 2)] == [False, True, True, False]
