@@ -61,7 +61,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     """Tokenizer -> router: everything the decision looks at, and the job as opaque bytes (an encoded `Job`).
 
     `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys; `kind` and
-    `created_at` are the job's."""
+    `created_at` are the job's. `segments` are 12 bytes each: where it ends, in tokens (u32 LE), and its keyed digest
+    (u64 LE), which other prompts of the namespace and of its other revisions can be compared by."""
 
     v: int
     request_id: str
@@ -79,6 +80,9 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     job: bytes
     kind: str = "chat"
     created_at: int = 0
+    template_version: str = ""
+    tokenizer_revision: str = ""
+    segments: bytes = b""
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +109,7 @@ class Holdings(msgspec.Struct, frozen=True, array_like=True):
     held in the GPU tier.
 
     `incomplete` are workers whose story has holes. `trust` is the share (0 to 1) of what is said of a worker in this
-    namespace that should be expected to come true; 1 if it is not named. `announced` says how many blocks of a worker's
+    namespace that should be expected to come true, holes in its story included; 1 if it is not named. `announced` says how many blocks of a worker's
     depth are announced and not there yet. `replica` answered, having applied the event stream up to `stream_seq`."""
 
     v: int
@@ -376,7 +380,9 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     so that it can be replayed; `held_blocks` is the deepest any available worker holds. `prefill_models` are the
     coefficients by worker class, `prefill_model` those of the chosen one; `policy_digest` is of the policy's content.
     `rollout` says whether the policy was the `active` one or the `canary`; `shadow` what another would have done.
-    `directory` is the replica that answered, `stream_seq` the last event it had applied (empty and 0: nobody did)."""
+    `directory` is the replica that answered, `stream_seq` the last event it had applied (empty and 0: nobody did).
+    `segments` say where prompts differ (where each ends, in tokens, and 16 hex digits that stand for what is in it), and
+    can be compared within a tenant's scope alone."""
 
     v: int
     request_id: str
@@ -416,6 +422,9 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     max_wait_ms: float = 0.0
     is_warm: bool = False
     shadow: ShadowRecord | None = None
+    template_version: str = ""
+    tokenizer_revision: str = ""
+    segments: list[tuple[int, str]] = []
 
 
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):

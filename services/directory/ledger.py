@@ -37,7 +37,8 @@ Op = Stored | Removed | Cleared
 @dataclass(frozen=True, slots=True)
 class AskDump:
     """Ask the bridge for all it holds. `reason`: `gap` (events are missing), `tail` (the last are), `returned` (its
-    entries were voided while it was silent), `orphans` (too many blocks of unknown parents)."""
+    entries were voided while it was silent), `orphans` (too many blocks of unknown parents), `misses` (answers keep
+    falling short of its entries)."""
 
     worker: str
     incarnation: int
@@ -128,6 +129,8 @@ class Rules:
     # Between two dumps asked of one worker; doubles while none comes, since a dump waits behind the same backlog.
     ask_every_s: float = 1.0
     ask_at_least_every_s: float = 30.0
+    # Between two dumps asked of one worker only because its answers fall short: if one did not help, the next may not.
+    doubt_every_s: float = 30.0
     # A dump that goes on arriving is not asked for again.
     dump_stall_s: float = 2.0
     # A larger hole is not awaited: only a dump mends it.
@@ -265,6 +268,7 @@ class _Worker:
         "claimed_seq",
         "complete",
         "done_dump_id",
+        "doubt_at",
         "dump",
         "floor",
         "heard_at",
@@ -307,6 +311,7 @@ class _Worker:
         self.ask_at = math.inf
         self.asked_at = -math.inf
         self.ask_wait_s = ask_wait_s
+        self.doubt_at = -math.inf
 
     def view(self) -> WorkerView:
         gpu, host = (None, None) if self.lease is Lease.LOST else (self.slots.gpu, self.slots.host)
@@ -327,6 +332,8 @@ class Ledger:
         # Longest silent first.
         self._lost: dict[str, _Worker] = {}
         self._holders: dict[int, Holder] = {}
+        # Names of the leased whose story is not complete.
+        self._incomplete: dict[str, None] = {}
         self._listening = ListeningClock()
 
     def __repr__(self) -> str:
@@ -344,7 +351,7 @@ class Ledger:
 
     def incomplete(self) -> list[str]:
         """Workers with a lease whose story has holes."""
-        return [record.name for record in self._leased.values() if not record.complete]
+        return list(self._incomplete)
 
     def holder_at(self, slot: int) -> Holder | None:
         """Whose slot it is; None if it is closed or holds a dump that is not whole."""
@@ -451,6 +458,22 @@ class Ledger:
             self._finish_dump(record, dump, at)
         return effects or NO_EFFECTS
 
+    def doubt(self, worker: str, incarnation: int, now: float) -> Sequence[Effect]:
+        """Answers show that the worker does not hold what its events say: an engine that forgets blocks without a word,
+        or a mistake of ours. Whatever it was, a dump mends it."""
+        record = self._leased.get(worker)
+        if record is None or record.incarnation != incarnation or not record.complete or not record.last_seq:
+            return NO_EFFECTS
+        at = self._lease_time(now)
+        if at < record.doubt_at:
+            return NO_EFFECTS
+        record.doubt_at = at + self._rules.doubt_every_s
+        effects: list[Effect] = []
+        record.lost_through = record.last_seq
+        self._falter(record, "misses", at)
+        self._ask_if_due(record, at, effects)
+        return effects or NO_EFFECTS
+
     def tick(self, now: float) -> Sequence[Effect]:
         """What silence means by now. Call it a few times within `suspect_after_s`."""
         at = self._lease_time(now)
@@ -529,6 +552,7 @@ class Ledger:
         record.lost_through = record.overdue_through = 0
         record.claim_due_at = record.ask_at = math.inf
         record.complete = False
+        self._incomplete.pop(record.name, None)
 
     def _take_back(self, record: _Worker, at: float) -> None:
         """A lost worker of the same incarnation: it holds what it held, only we do not know what."""
@@ -595,6 +619,7 @@ class Ledger:
         """The story has a hole from here on."""
         if record.complete:
             record.complete = False
+            self._incomplete[record.name] = None
             record.reason = reason
             record.floor = record.last_seq + 1
             grace_s = self._rules.gap_grace_s if reason == "gap" else 0.0
@@ -613,6 +638,7 @@ class Ledger:
         record.orphans.clear()
         self._abandon_dump(record)
         record.complete = True
+        self._incomplete.pop(record.name, None)
         record.overdue_through = 0
         record.recent = []
         record.recent_blocks = 0

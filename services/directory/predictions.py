@@ -5,17 +5,23 @@ Must not know: requests' contents, NATS, clocks, why something was dispatched.
 Units: as index.py; times in seconds on the caller's monotonic clock.
 
 An announcement says what a request's prefill will leave behind: the chain, or only the part that the worker lacks
-(cheaper, and the same to a lookup). It ends by `drop` (the outcome is known), by expiry, or with its worker's slot."""
+(cheaper, and the same to a lookup). A request has one at most, of its latest attempt. It ends by `ended` or `drop`
+(the outcome is known), by expiry, or with its worker's slot. Router and worker tell of the same attempt by ways of
+their own: an end that overtook its announcement is remembered for a while."""
 
 import heapq
 
 from .index import NOTHING, Index, Levels, Slots
 
+# Ends that are remembered; at 1000 requests a second those of four seconds.
+_ENDED_MAX = 4096
+
 
 class _Prediction:
-    __slots__ = ("expires_at", "keys", "ns_id", "slot")
+    __slots__ = ("attempt", "expires_at", "keys", "ns_id", "slot")
 
-    def __init__(self, slot: int, ns_id: bytes, keys: bytes, expires_at: float) -> None:
+    def __init__(self, slot: int, ns_id: bytes, keys: bytes, expires_at: float, attempt: int) -> None:
+        self.attempt = attempt
         self.slot = slot
         self.ns_id = ns_id
         self.keys = keys
@@ -33,11 +39,16 @@ class _Counted:
 
 
 class Predictions:
-    """Announcements by request. Costs about 0.3 us per announced block, on the way in and on the way out."""
+    """Announcements by request. Costs about 0.3 us per announced block, on the way in and on the way out, and about 200
+    bytes; what would be more than `blocks_max` is not taken."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, blocks_max: int = 1 << 18) -> None:
         self._slots = slots
         slots.join(self)
+        self._blocks_max = blocks_max
+        self._announced_blocks = 0
+        # The last attempt of a request that is known to have ended, oldest first.
+        self._ended: dict[str, int] = {}
         self._namespaces: dict[bytes, _Counted] = {}
         self._requests: dict[str, _Prediction] = {}
         # Ids by slot, oldest first (the values say nothing: a dict keeps the order, a set does not).
@@ -58,14 +69,27 @@ class Predictions:
         """Distinct announced keys, by namespace."""
         return sum(len(counted.masks) for counted in self._namespaces.values())
 
-    def announce(self, request_id: str, slot: int, ns_id: bytes, keys: bytes, expires_at: float) -> bool:
-        """Expect these blocks (u64 LE each) on this slot. A second announcement of a request replaces the first.
+    def slots_of(self, ns_id: bytes) -> int:
+        """Mask of the slots where blocks of this namespace are announced."""
+        counted = self._namespaces.get(ns_id)
+        return sum(1 << slot for slot in counted.counts) if counted is not None else 0
 
-        False, and nothing announced, if there is no block or the slot was closed meanwhile: its worker is gone."""
-        self.drop(request_id)
-        if not keys or not self._slots.is_open(slot):
+    def announce(
+        self, request_id: str, slot: int, ns_id: bytes, keys: bytes, expires_at: float, attempt: int = 1
+    ) -> bool:
+        """Expect these blocks (u64 LE each) on this slot. A second announcement of a request replaces the first, unless
+        that is of a later attempt.
+
+        False, and nothing announced, if there is no block, the attempt has ended, the slot was closed meanwhile (its
+        worker is gone) or too much is announced already."""
+        standing = self._requests.get(request_id)
+        if (standing is not None and standing.attempt > attempt) or self._ended.get(request_id, 0) >= attempt:
             return False
-        prediction = self._requests[request_id] = _Prediction(slot, ns_id, keys, expires_at)
+        self.drop(request_id)
+        full = self._announced_blocks + len(keys) // 8 > self._blocks_max
+        if not keys or full or not self._slots.is_open(slot):
+            return False
+        prediction = self._requests[request_id] = _Prediction(slot, ns_id, keys, expires_at, attempt)
         self._add(request_id, prediction)
         heapq.heappush(self._due, (expires_at, request_id))
         return True
@@ -80,6 +104,21 @@ class Predictions:
             heapq.heappush(self._due, (expires_at, request_id))
         prediction.expires_at = expires_at
         return True
+
+    def ended(self, request_id: str, attempt: int, believed_until: float | None = None) -> None:
+        """The attempt is over: what it announced is there and its events will say so by `believed_until`; or it failed,
+        was shed, refused or taken back (None), and nothing will come of it."""
+        standing = self._requests.get(request_id)
+        if standing is not None and standing.attempt > attempt:
+            return
+        self._ended.pop(request_id, None)
+        self._ended[request_id] = attempt
+        if len(self._ended) > _ENDED_MAX:
+            del self._ended[next(iter(self._ended))]
+        if believed_until is None or (standing is not None and standing.attempt < attempt):
+            self.drop(request_id)
+        elif standing is not None:
+            self.renew(request_id, believed_until)
 
     def drop(self, request_id: str) -> None:
         """The request ended, was shed or refused. Unknown ids are fine: outcomes outlive announcements."""
@@ -146,6 +185,7 @@ class Predictions:
         return home
 
     def _add(self, request_id: str, prediction: _Prediction) -> None:
+        self._announced_blocks += len(prediction.keys) // 8
         self._by_slot.setdefault(prediction.slot, {})[request_id] = None
         counted = self._namespaces.get(prediction.ns_id)
         if counted is None:
@@ -160,6 +200,7 @@ class Predictions:
                 masks[key] = masks.get(key, 0) | bit
 
     def _subtract(self, request_id: str, prediction: _Prediction) -> None:
+        self._announced_blocks -= len(prediction.keys) // 8
         slot, ns_id = prediction.slot, prediction.ns_id
         counted = self._namespaces[ns_id]
         masks = counted.masks

@@ -17,34 +17,32 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ..bus import messages, namespace, subjects
 from ..bus.errors import BadSubject, BusUnavailable, ConfigInvalid, PrefixbusError
-from ..bus.messages import Dispatched, Holdings, Level, Load, Lookup, Outcome
+from ..bus.messages import Dispatched, Load, Lookup, Outcome
 from ..bus.runtime import Runtime
-from .index import Index, Levels, Slots
-from .ledger import AskDump, Effect, Ledger, Rules, WorkerLost, WorkerSuspect
-from .predictions import Predictions
+from .ledger import AskDump, Effect, Rules, WorkerLost, WorkerSuspect
+from .shard import Settings, Shard
+from .shedding import Bounds
+from .trust import TrustRules
 
 CATCH_UP_S = 3.0
 _TICK_S = 0.1
-# Blocks swept without giving the loop to others: about 1.5 ms (bench index_apply).
-_SLICE = 2048
-# How long an answered request's announcement outlives it: its events come through the stream a little later.
-_EVENTS_FOLLOW_S = 1.0
 
 
 class Directory:
-    """The pure parts of one shard, and what ties them to the bus."""
+    """One replica of a shard: `core` decides, this ties it to the bus."""
 
     def __init__(self, rt: Runtime, shard: int) -> None:
         self.shard = shard
         self._shards = rt.config.directory.shards
         self._rt = rt
         self._now = rt.clock.now
-        slots = Slots()
-        self.index = Index(slots)
-        self.predictions = Predictions(slots)
         section = rt.config.directory
-        self.ledger = Ledger(
-            self.index, Rules(suspect_after_s=section.suspect_after_s, lost_after_s=section.lost_after_s)
+        self.core = Shard(
+            Settings(
+                Rules(suspect_after_s=section.suspect_after_s, lost_after_s=section.lost_after_s),
+                Bounds(memory_bytes=section.memory_bytes, namespaces_max=section.namespaces_max),
+                TrustRules(fresh_s=section.entries_fresh_s),
+            )
         )
         self._metrics(rt)
 
@@ -61,17 +59,21 @@ class Directory:
             "prefixbus_directory_dumps_asked", "Dumps asked of workers, by reason.", ["reason"], registry=registry
         )
         self._leases = Counter("prefixbus_directory_leases", "Turns of workers' leases.", ["turn"], registry=registry)
+        core = self.core
         gauges = {
             "shard": ("Which shard this is.", lambda: self.shard),
-            "entries": ("Block keys known.", lambda: self.index.entries),
-            "bytes": ("Estimated bytes of the index.", lambda: self.index.estimated_bytes),
-            "announced_requests": ("Dispatches whose blocks are announced.", lambda: len(self.predictions)),
-            "announced_blocks": ("Blocks announced and not yet settled.", lambda: self.predictions.blocks),
-            "workers": ("Workers with a lease.", lambda: sum(1 for _ in self.ledger.views())),
-            "incomplete_workers": (
-                "Workers whose story has holes.",
-                lambda: len(self.ledger.incomplete()),
+            "entries": ("Block keys known.", lambda: core.index.entries),
+            "bytes": ("Estimated bytes of the index.", lambda: core.index.estimated_bytes),
+            "namespaces": ("Namespaces with entries.", lambda: core.index.namespaces),
+            "shed_pairs": (
+                "(worker, block) facts given up for lack of memory.",
+                lambda: core.shedding.shed_pairs,
             ),
+            "announced_requests": ("Dispatches whose blocks are announced.", lambda: len(core.predictions)),
+            "announced_blocks": ("Blocks announced and not yet settled.", lambda: core.predictions.blocks),
+            "workers": ("Workers with a lease.", lambda: sum(1 for _ in core.ledger.views())),
+            "incomplete_workers": ("Workers whose story has holes.", lambda: len(core.ledger.incomplete())),
+            "doubts": ("Workers that outcomes made us trust less, by namespace.", lambda: len(core.trust)),
         }
         for name, (text, read) in gauges.items():
             Gauge(f"prefixbus_directory_{name}", text, registry=registry).set_function(read)
@@ -79,8 +81,7 @@ class Directory:
     def lookup(self, asked: Lookup, message: Msg) -> None:
         """Answers with `Holdings`. Who asks what cannot be read gets no answer, and decides blind."""
         started = time.perf_counter()
-        levels = self.predictions.lookup(self.index, asked.ns_id, asked.keys)
-        holdings = Holdings(messages.VERSION, self._levels(levels), self.ledger.incomplete())
+        holdings = self.core.lookup(asked, self._now())
         self._lookup_seconds.observe(time.perf_counter() - started)
         self._send(message.reply, messages.HOLDINGS.encode(holdings))
 
@@ -88,7 +89,7 @@ class Directory:
         """A worker's heartbeat."""
         _check_sender(load.worker, message)
         last_seq = load.seq_for(self.shard, self._shards)
-        self._perform(self.ledger.heartbeat(load.worker, load.incarnation, last_seq, self._now()))
+        self._perform(self.core.heartbeat(load.worker, load.incarnation, last_seq, self._now()))
 
     async def events(self, message: Msg) -> None:
         """A worker's block changes, or a part of its dump."""
@@ -99,59 +100,35 @@ class Directory:
             self._rt.caught(exc, "an event was dropped", subject=message.subject)
             return
         self._events.inc()
-        now = self._now()
-        if isinstance(event, messages.KvEvents):
-            effects = self.ledger.events(event.worker, event.incarnation, event.seq, event.ops, now)
-        else:
-            effects = self.ledger.dump_chunk(
-                event.worker, event.incarnation, event.dump_id, event.part, event.parts, event.seq, event.runs, now
-            )
-        self._perform(effects)
+        self._perform(self.core.events(event, self._now()))
 
     def dispatched(self, sent: Dispatched, _: Msg) -> None:
         """A router announces a dispatch, or takes it back."""
-        name = _announcement(sent.request_id, sent.attempt)
-        if not sent.worker:
-            self.predictions.drop(name)
-            return
-        if not self._is_ours(sent.ns_id):
-            return
-        view = self.ledger.view(sent.worker)
-        if view is None or view.slot is None or view.incarnation != sent.incarnation:
-            return
-        lifetime = sent.expires_at - self._rt.clock.wall()
-        if lifetime > 0:
-            # What the worker holds already needs no announcement; the rest is usually the question alone.
-            held = self.index.depth_of_slot(sent.ns_id, view.slot, sent.keys)
-            self.predictions.announce(name, view.slot, sent.ns_id, sent.keys[8 * held :], self._now() + lifetime)
+        if not sent.worker or self._is_ours(sent.ns_id):
+            self.core.dispatched(sent, self._now(), self._rt.clock.wall())
 
     def outcome(self, outcome: Outcome, message: Msg) -> None:
-        """A request ended: its events are here or will be soon, or nothing will come."""
+        """A request ended."""
         if message.subject != subjects.outcome(outcome.worker, outcome.request_id):
             raise BadSubject(f"an outcome of {outcome.worker} came on {message.subject}.")
-        if not self._is_ours(bytes.fromhex(outcome.ns_id)):
-            return
-        name = _announcement(outcome.request_id, outcome.attempt)
-        if outcome.status == "ok":
-            self.predictions.renew(name, self._now() + _EVENTS_FOLLOW_S)
-        else:
-            self.predictions.drop(name)
+        if self._is_ours(bytes.fromhex(outcome.ns_id)):
+            self._perform(self.core.outcome(outcome, self._now()))
 
     async def keep_time(self) -> None:
         """Leases, expiry and sweeping, in slices that never hold the loop."""
         while True:
             now = self._now()
-            self._perform(self.ledger.tick(now))
+            self._perform(self.core.tick(now))
             more = True
             while more:
-                more = self.predictions.expire(now, _SLICE) | self.index.sweep(_SLICE)
+                more = self.core.do_slice(now)
                 await anyio.sleep(0 if more else _TICK_S)
 
     async def catch_up(self) -> None:
         """Returns when every worker heard in one lease's time has told its whole story, or after `CATCH_UP_S`."""
         await anyio.sleep(self._rt.config.directory.suspect_after_s)
         for _ in range(int(CATCH_UP_S / _TICK_S)):
-            if not self.ledger.incomplete():
+            if not self.core.ledger.incomplete():
                 return
             await anyio.sleep(_TICK_S)
         self._rt.log.warning("some workers have not told their whole story; answering without it")
@@ -159,25 +136,12 @@ class Directory:
     def connection_changed(self, connected: bool) -> None:
         """While we are cut off, others' silence says nothing about them."""
         if connected:
-            self.ledger.observer_back(self._now())
+            self.core.ledger.observer_back(self._now())
         else:
-            self.ledger.observer_cut(self._now())
+            self.core.ledger.observer_cut(self._now())
 
     def _is_ours(self, ns_id: bytes) -> bool:
         return namespace.shard_of(ns_id, self._shards) == self.shard
-
-    def _levels(self, levels: Levels) -> list[Level]:
-        named = []
-        for depth, mask in levels:
-            workers: list[list[str]] = [[] for _ in messages.TIERS]
-            while mask:
-                low = mask & -mask
-                holder = self.ledger.holder_at(low.bit_length() - 1)
-                if holder is not None:
-                    workers[holder.tier].append(holder.worker)
-                mask ^= low
-            named += [Level(depth, names, messages.TIERS[tier]) for tier, names in enumerate(workers) if names]
-        return named
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -204,10 +168,6 @@ def _check_sender(worker: str, message: Msg) -> None:
     """The server's permissions vouch for the subject, nobody for the body."""
     if worker != message.subject.rsplit(".", 1)[1]:
         raise BadSubject(f"a message of {worker} came on {message.subject}.")
-
-
-def _announcement(request_id: str, attempt: int) -> str:
-    return f"{request_id}.{attempt}"
 
 
 async def run(rt: Runtime, shard: int = 0) -> None:

@@ -8,6 +8,7 @@ The use of a namespace is the blocks that look-ups found in it plus one for each
 Looking for the least useful walks a few hundred namespaces a slice, in turn, and remembers the worst it has seen: exact
 while there are few, a sample like that of Redis' eviction while there are many, and never a pause."""
 
+import math
 from dataclasses import dataclass
 
 from .index import Index
@@ -62,7 +63,7 @@ class Shedding:
 
     def use(self, ns_id: bytes, now: float) -> float:
         use, at = self._uses.get(ns_id, (0.0, now))
-        return use * 0.5 ** ((now - at) / self._bounds.half_life_s)
+        return use * math.exp2((at - now) / self._bounds.half_life_s)
 
     def relieve(self, now: float, budget: int) -> bool:
         """Drop about `budget` keys, at most twice as many, if there are too many; true if there still are.

@@ -287,6 +287,11 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
         elif fate == "dumped":
             worker.dump(4)
 
+    @rule(place=places)
+    def answers_fall_short(self, place: int) -> None:
+        """Whether that is so or not, a dump is asked for and ends the doubt."""
+        self.effects(self.ledger.doubt(self.workers[place].name, self.workers[place].incarnation, self.now))
+
     # What time does.
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 0.7, 4.0]))
@@ -331,6 +336,10 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
             if view is not None and view.complete:
                 assert view.slot is not None
                 assert self.held_by(view) == worker.truth[view.incarnation, view.last_seq]
+
+    @invariant()
+    def the_incomplete_are_those_whose_view_says_so(self) -> None:
+        assert sorted(self.ledger.incomplete()) == sorted(v.worker for v in self.ledger.views() if not v.complete)
 
     @invariant()
     def lookups_see_the_slots_of_workers_and_no_other(self) -> None:
@@ -765,6 +774,35 @@ def test_a_dump_that_goes_on_arriving_is_not_asked_for_again() -> None:
         asked += bench.keep_alive(second + 0.5, last_seq=2, since=second - 0.5)
 
     assert len(asked) == 1
+
+
+def test_answers_that_keep_falling_short_are_reason_for_a_dump_once_in_a_while() -> None:
+    """The engine dropped blocks 5 to 8 and never said so."""
+    bench = Bench().alive()
+    bench.stored(1, 1, 8)
+
+    asked = bench.ledger.doubt("w", 1, 10.0)
+    doubted = bench.depth(), bench.complete
+    bench.dump(1, 0, 1, 1, run(1, 4), now=10.2)
+    mended = bench.depth(), bench.complete
+    too_soon = bench.ledger.doubt("w", 1, 11.0)
+    bench.keep_alive(50.0, last_seq=1, since=11.0)
+
+    assert asked == [AskDump("w", 1, "misses")]
+    assert (doubted, mended) == ((8, False), (4, True))
+    assert too_soon == ()
+    assert bench.ledger.doubt("w", 1, 50.1) == [AskDump("w", 1, "misses")]
+
+
+@pytest.mark.parametrize(
+    ("worker", "incarnation"), [("w", 0), ("w", 2), ("unknown", 1)], ids=["earlier life", "later life", "unknown"]
+)
+def test_doubts_about_another_life_change_nothing(worker: str, incarnation: int) -> None:
+    bench = Bench().alive()
+    bench.stored(1, 1, 8)
+
+    assert bench.ledger.doubt(worker, incarnation, 10.0) == ()
+    assert bench.complete
 
 
 def test_a_half_received_dump_is_never_visible() -> None:
