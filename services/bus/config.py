@@ -114,7 +114,7 @@ class DirectorySection(Section, frozen=True):
 
 
 class RouterSection(Section, frozen=True):
-    """How long the router waits for others."""
+    """How long the router waits for others, and whom it may ask."""
 
     lookup_timeout_ms: _PositiveMs = 100.0
     # A bridge answers within about 1 ms; a lost one costs this much before the next candidate is tried.
@@ -122,6 +122,8 @@ class RouterSection(Section, frozen=True):
     max_attempts: Annotated[int, Meta(ge=1, le=16)] = 4
     suspect_after_s: _PositiveMs = 0.6
     lost_after_s: _PositiveMs = 3.0
+    # The pools that a tenant's requests may go to; one that is not named here may go to any.
+    pools: dict[str, list[str]] = {}
 
 
 class BridgeSection(Section, frozen=True):
@@ -131,6 +133,10 @@ class BridgeSection(Section, frozen=True):
     slots: _Positive = 256
     heartbeat_s: _PositiveMs = 0.2
     keepalive_s: _PositiveMs = 1.0
+    # Names machines that compute alike: they share one learned prefill model. PREFIXBUS_BRIDGE__WORKER_CLASS for one.
+    worker_class: Annotated[str, Meta(max_length=64)] = ""
+    # Whom this worker serves, if `[router] pools` limits tenants.
+    pool: Annotated[str, Meta(max_length=64)] = ""
 
 
 class PolicySection(Section, frozen=True):

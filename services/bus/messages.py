@@ -146,7 +146,8 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
 class Accept(msgspec.Struct, frozen=True, array_like=True):
     """Bridge -> router: taken (`refused` is empty), or not and why, with the queue as it truly is.
 
-    `held_blocks` is how deep the chain is in this worker's cache by the bridge's own index."""
+    `held_blocks` is how deep the chain is in this worker's cache by the bridge's own index. `refused` is `waited` where
+    a warm request taken earlier was not begun within `max_wait_ms`, and is given back."""
 
     v: int
     request_id: str
@@ -184,7 +185,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     `event_seqs` names the last event for each shard of the directory, `event_seq` that for shard 0. `accepted` are the
     requests taken since the previous report (their prefill is inside `queue_ms` from here on).
     `worker_class` names machines that compute alike, `pool` whom they serve; `reserved_slots` of the slots are kept for
-    requests that find nothing cached."""
+    requests that are not warm there."""
 
     v: int
     worker: str

@@ -28,7 +28,9 @@ predicted, cached: prompt tokens, by the router beforehand, by the engine after.
 DECISIONS = {
     "prefer-warm-worker": "to a worker that holds all that can be reused",
     "partial-hit": "to a worker that holds a part",
+    "remote-pull": "what it lacks comes sooner than it would be computed",
     "home-worker": "nobody holds more of the prefix than all do: to its home",
+    "cold-reserve": "nothing of use there, and a slot kept for such requests",
     "balanced-cold": "nobody holds anything of use: by load",
     "blind": "the directory did not answer: by load",
     "round-robin": "to the next in turn",

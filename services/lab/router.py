@@ -15,6 +15,7 @@ from ..router import policy
 from ..router.attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects
 from ..router.cost import PROFILES
 from ..router.fleet import Available, Fleet
+from ..router.learning import Learner
 from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, RequestShape
 from ..router.shortlist import Shortlist, shortlist
 from ..router.traffic import Traffic
@@ -44,7 +45,7 @@ class Router:
         self.on_answer = on_answer
         self.fleet = Fleet(SUSPECT_AFTER_S, LOST_AFTER_S)
         self.traffic = Traffic()
-        self.model = setup.model or PROFILES[setup.profile]
+        self.learner = Learner({MODEL: setup.model or PROFILES[setup.profile]})
         self.ordinals = itertools.count()
         self.in_hand: dict[str, _Request] = {}
 
@@ -65,7 +66,7 @@ class Router:
             available,
             holdings,
             shared_blocks,
-            self.model,
+            self.learner,
             weights,
             now,
             whole_fleet=whole_fleet,

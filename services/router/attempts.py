@@ -137,6 +137,7 @@ Effects = tuple[Effect, ...]
 # Refusals by name; all other reasons are codes of bus.errors, or mean the worker: wrong_incarnation, draining,
 # superseded, given_back.
 QUEUE_TOO_LONG = "queue_too_long"
+WAITED = "waited"  # for as long as its hit was worth (`Dispatch.max_wait_ms`)
 NO_SLOT = "no_slot"
 TOO_LATE = "too_late"
 ALREADY_STREAMING = "already_streaming"
@@ -204,6 +205,11 @@ class Attempts:
         """Those it waits for may be back, or lost."""
         return self._step(Event.LOOK) if self.state is State.CHOOSING and self.waits_until is not None else ()
 
+    @property
+    def has_waited(self) -> bool:
+        """Whether a worker gave it back because it had waited there for long."""
+        return WAITED in self.failovers
+
     def accepted(self, attempt: int) -> Effects:
         return self._step(Event.ACCEPTED) if self._is_live(attempt) else self._stale(attempt)
 
@@ -223,9 +229,9 @@ class Attempts:
         kind = by_code(reason)
         if kind is not PrefixbusError and reason not in _OF_THE_WORKER:
             self.error = self.error or kind()
-        if reason == QUEUE_TOO_LONG:
+        if reason in (QUEUE_TOO_LONG, WAITED):
             # Its true queue is known now; it may still be the best.
-            return self._freed("queue", _failure(reason))
+            return self._freed("queue" if reason == QUEUE_TOO_LONG else WAITED, _failure(reason))
         if reason == ALREADY_STREAMING:
             # An attempt we took for dead is not: a second answer must not begin.
             self.error = self.error or WorkerLost()
@@ -362,7 +368,7 @@ class Attempts:
 
 def _failure(reason: str) -> PrefixbusError:
     """What a request ends with whose last attempt was refused for this."""
-    if reason in (QUEUE_TOO_LONG, NO_SLOT, TOO_LATE):
+    if reason in (QUEUE_TOO_LONG, WAITED, NO_SLOT, TOO_LATE):
         return Overloaded()
     kind = by_code(reason)
     return Unavailable(f"No worker took the request: {reason[:80]}.") if kind is PrefixbusError else kind()

@@ -52,8 +52,9 @@ from ..bus.messages import (
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, journal, policy
-from .attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, State
+from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State
 from .fleet import Available, Fleet, Lost, Survey
+from .learning import Learner
 from .metrics import Metrics, WorkerGauges
 from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
@@ -127,6 +128,7 @@ class Desk:
         self.empty = asyncio.Event()
         self.empty.set()
         self.models = {name: cost.profile_of(name, section.profile) for name, section in rt.config.models.items()}
+        self.learner = Learner(self.models)
 
     async def serve(self, route: Route) -> None:
         """A request from arrival to end. Never raises: what goes wrong with one is no other's business."""
@@ -196,7 +198,11 @@ class Desk:
 
     def outcome(self, outcome: Outcome) -> None:
         """An attempt of some router's ended."""
-        self.fleet.settle(outcome.request_id, outcome.attempt, self.clock.now())
+        now = self.clock.now()
+        around = self.fleet.surroundings(outcome.request_id, outcome.attempt, outcome.worker, outcome.ttft_ms)
+        if around is not None:
+            self.metrics.prefill_samples.labels(self.learner.hear(outcome, around, now)).inc()
+        self.fleet.settle(outcome.request_id, outcome.attempt, now)
         request = self.in_hand.get(outcome.request_id)
         if request is not None:
             request.post(functools.partial(request.hear_outcome, outcome))
@@ -296,7 +302,7 @@ class Request:
                 # Nobody else will be asked: a long answer should not hold its prompt here.
                 self._route = msgspec.structs.replace(self._route, keys=b"", job=b"")
         elif accept.refused:
-            if accept.refused == QUEUE_TOO_LONG:
+            if accept.refused in (QUEUE_TOO_LONG, WAITED):
                 now = self._desk.clock.now()
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
             return self.attempts.refused(accept.attempt, accept.refused)
@@ -454,10 +460,9 @@ class Request:
         now, wall = desk.clock.now(), desk.clock.wall()
         if wall >= route.deadline_at:
             return attempts.deadline()
-        model = desk.models.get(route.model)
-        if model is None:
+        if route.model not in desk.models:
             return attempts.nobody(UnknownModel(f"{route.model[:80]!r} is not in the router's configuration."))
-        survey = desk.fleet.survey(route.model, route.serves, now)
+        survey = desk.fleet.survey(route.model, route.serves, now, desk.settings.pools.get(route.tenant))
         available = survey.available
         if attempts.avoid:
             available = [one for one in available if (one.name, one.worker.incarnation) not in attempts.avoid]
@@ -471,11 +476,12 @@ class Request:
             available,
             self._holdings,
             self._shared_blocks,
-            model,
+            desk.learner,
             current,
             now,
             whole_fleet=SCHEMES[current.name].whole_fleet,
             ordinal=next(desk.ordinals),
+            has_waited=attempts.has_waited,
         )
         self._decision = decision = policy.decide(shortlisted.shape, shortlisted.candidates, current, wall)
         effects = attempts.decided(decision.worker, _incarnation(available, decision.worker))
@@ -542,6 +548,9 @@ class Request:
             decision=decision.name,
             ns_id=route.ns_id,
             job=route.job,
+            is_warm=decision.is_warm,
+            # There is nobody to choose anew after the last one.
+            max_wait_ms=0.0 if attempts.is_last else decision.max_wait_ms,
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
         self._stop("look")
@@ -718,7 +727,7 @@ def _incarnation(available: list[Available], worker: str) -> int:
 
 def _why_nobody(survey: Survey, model: str) -> PrefixbusError:
     """Which error says best why there is no candidate."""
-    reasons = [reason for reason in survey.excluded.values() if reason != "model"]
+    reasons = [reason for reason in survey.excluded.values() if reason not in ("model", "pool")]
     if survey.available or "busy" in reasons:
         return Overloaded()
     if reasons:

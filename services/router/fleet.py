@@ -11,12 +11,14 @@ outcome said about a request that was not announced yet is remembered for a whil
 
 *Leases* run on listening time (bus/listening.py).
 
-Owns: worker states, bookings, prefill rates.   Must not know: NATS, prices, who chose what and why.
+Owns: worker states, bookings, prefill rates.   Must not know: NATS, prices, who chose what and why, tenants.
 Units: `now` in seconds on a monotonic clock, queues in ms, bookings in whole microseconds (sums of floats drift, and a
 load that never ends at 0 is a lie).   Source: DESIGN 5 (leases), facts/policy.md (herding)."""
 
 import heapq
 import math
+from collections import deque
+from collections.abc import Collection
 from typing import Generic, NamedTuple, TypeVar
 
 from ..bus.listening import ListeningClock
@@ -30,6 +32,8 @@ REMEMBER_MAX = 65536
 # A lost worker is forgotten, name and all, after this.
 FORGET_AFTER_S = 300.0
 RATE_WINDOW_S = 10.0
+# Of so many dispatches to a worker it is remembered when they came.
+RECENT_DISPATCHES = 32
 # No announced prefill is believed beyond this: an hour of it.
 PREFILL_MAX_MS = 3_600_000.0
 
@@ -41,17 +45,36 @@ class Lost(NamedTuple):
     incarnation: int
 
 
+class WorkerClass(NamedTuple):
+    """Workers that should compute alike. `label` is theirs by configuration."""
+
+    model: str
+    serves: str
+    label: str
+
+
+class Surroundings(NamedTuple):
+    """What else a worker did while it computed a request: KV in use by others when it was dispatched, and their prefill
+    that was dispatched there until its first token."""
+
+    worker_class: WorkerClass
+    pinned_tokens: int
+    neighbours_ms: float
+
+
 class Available(NamedTuple):
-    """A worker that may be given work now."""
+    """A worker that may be given work now. With `only_reserved`, the free slots are kept for requests that find nothing
+    cached there."""
 
     name: str
     queue_ms: float
     running: int
     worker: "Worker"
+    only_reserved: bool = False
 
 
 class Survey(NamedTuple):
-    """Who may be given a request, and why each other worker may not: model, busy, draining, suspect, lost.
+    """Who may be given a request, and why each other worker may not: model, pool, busy, draining, suspect, lost.
 
     `late`: (worker, incarnation) of the suspects, who may be back in a moment."""
 
@@ -92,7 +115,17 @@ class _Heard(Generic[T]):
 
 
 class _Booking:
-    __slots__ = ("attempt", "booked_at", "expires_at", "prefill_us", "request_id", "until", "worker")
+    __slots__ = (
+        "attempt",
+        "booked_at",
+        "expires_at",
+        "never_ran",
+        "pinned_tokens",
+        "prefill_us",
+        "request_id",
+        "until",
+        "worker",
+    )
 
     def __init__(
         self,
@@ -112,6 +145,9 @@ class _Booking:
         # `expires_at` becomes `until` once the worker is known to have it.
         self.until = until
         self.expires_at = expires_at
+        self.never_ran = False
+        # KV in use at its worker when it was booked.
+        self.pinned_tokens = 0
 
 
 class _Rate:
@@ -155,6 +191,7 @@ class Worker:
         "load",
         "queued",
         "queued_us",
+        "recent",
     )
 
     def __init__(self, load: Load, now: float, heard_at: float) -> None:
@@ -165,6 +202,7 @@ class Worker:
         # Those of them that no report contains yet.
         self.queued: dict[str, _Booking] = {}
         self.queued_us = 0
+        self.recent: deque[_Booking] = deque(maxlen=RECENT_DISPATCHES)
         self._base_queue_ms = load.queue_ms
         self._reported_at = now
         self._rate = _Rate(now)
@@ -181,6 +219,10 @@ class Worker:
     @property
     def incarnation(self) -> int:
         return self.load.incarnation
+
+    @property
+    def worker_class(self) -> WorkerClass:
+        return WorkerClass(self.load.model, self.load.serves, self.load.worker_class)
 
     @property
     def block_size(self) -> int:
@@ -205,6 +247,8 @@ class Worker:
 
     def add(self, booking: _Booking, *, queued: bool, now: float) -> None:
         self.bookings[booking.request_id] = booking
+        booking.pinned_tokens = self.pinned_tokens
+        self.recent.append(booking)
         self._rate.add(booking.prefill_us / 1000.0, now)
         if queued:
             self.queued[booking.request_id] = booking
@@ -224,6 +268,7 @@ class Worker:
         del self.bookings[booking.request_id]
         self.absorb(booking.request_id)
         if never_ran:
+            booking.never_ran = True
             self._rate.add(-booking.prefill_us / 1000.0, now)
 
     def __repr__(self) -> str:
@@ -326,8 +371,9 @@ class Fleet:
 
     # --- what to choose from
 
-    def survey(self, model: str, serves: str, now: float) -> Survey:
-        """Who may be given a request for this model, in the order they were first heard."""
+    def survey(self, model: str, serves: str, now: float, pools: Collection[str] | None = None) -> Survey:
+        """Who may be given a request for this model, in the order they were first heard. `pools` are those the request
+        may go to; None: any."""
         listened_s = self._listening.seconds(now)
         suspect_before = listened_s - self._suspect_after_s
         available = []
@@ -337,6 +383,8 @@ class Fleet:
             load = worker.load
             if load.serves != serves or load.model != model:
                 excluded[name] = "model"
+            elif pools is not None and load.pool not in pools:
+                excluded[name] = "pool"
             elif worker.is_lost:
                 excluded[name] = "lost"
             elif worker.heard_at < suspect_before:
@@ -344,10 +392,13 @@ class Fleet:
                 late.append((name, load.incarnation))
             elif load.draining:
                 excluded[name] = "draining"
-            elif load.running + load.waiting + len(worker.queued) >= load.slots:
-                excluded[name] = "busy"
             else:
-                available.append(Available(name, worker.queue_ms(now), load.running, worker))
+                free_slots = load.slots - load.running - load.waiting - len(worker.queued)
+                if free_slots <= 0:
+                    excluded[name] = "busy"
+                    continue
+                only_reserved = free_slots <= load.reserved_slots
+                available.append(Available(name, worker.queue_ms(now), load.running, worker, only_reserved))
         return Survey(available, excluded, late)
 
     # --- dispatches
@@ -405,6 +456,20 @@ class Fleet:
     def living(self) -> dict[str, Worker]:
         """The workers that are not lost, by name."""
         return {name: worker for name, worker in self._workers.items() if not worker.is_lost}
+
+    def surroundings(self, request_id: str, attempt: int, worker: str, ttft_ms: float | None) -> Surroundings | None:
+        """What its worker did besides, for an attempt whose end was heard and not settled yet; None if nothing is known
+        of it."""
+        booking = self._bookings.get(request_id)
+        if booking is None or booking.attempt != attempt or booking.worker != worker:
+            return None
+        state = self._workers[worker]
+        until = booking.booked_at + (ttft_ms or 0.0) / 1000.0
+        neighbours_us = 0
+        for other in state.recent:
+            if other is not booking and not other.never_ran and booking.booked_at <= other.booked_at <= until:
+                neighbours_us += other.prefill_us
+        return Surroundings(state.worker_class, booking.pinned_tokens, neighbours_us / 1000.0)
 
     def in_flight(self) -> dict[str, int]:
         """Booked dispatches by worker."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from ..bus.messages import VERSION, CandidateRecord, DecisionRecord, Route
+from ..bus.messages import VERSION, CandidateRecord, DecisionRecord, Route, ShadowRecord
 from .cost import PrefillModel
-from .policy import Candidate, Decision, Policy, RequestShape, Terms
+from .policy import Candidate, Decision, Policy, Pull, RequestShape, Terms
 from .shortlist import Shortlist
 
-_PREFIX_KEY_BYTES = 8
+_DIGEST_BYTES = 8
 
 
 def prefix_key(key: bytes, ns_id: bytes, keys: bytes, held_blocks: int) -> str:
@@ -25,9 +25,7 @@ def prefix_key(key: bytes, ns_id: bytes, keys: bytes, held_blocks: int) -> str:
     last = min(held_blocks, len(keys) // 8) or len(keys) // 8
     if not last:
         return ""
-    return hashlib.blake2b(
-        keys[8 * last - 8 : 8 * last], digest_size=_PREFIX_KEY_BYTES, key=key, salt=ns_id
-    ).hexdigest()
+    return hashlib.blake2b(keys[8 * last - 8 : 8 * last], digest_size=_DIGEST_BYTES, key=key, salt=ns_id).hexdigest()
 
 
 def build(
@@ -41,9 +39,13 @@ def build(
     excluded: dict[str, str],
     key: bytes,
     code_version: str,
+    rollout: str = "active",
+    shadow: ShadowRecord | None = None,
 ) -> DecisionRecord:
-    """The record of one decision; `excluded` says why the workers that were no candidates were none."""
+    """The record of one decision; `excluded` says why the workers that were no candidates were none, `rollout` by which
+    right the policy decided, `shadow` what another one would have done."""
     shape = shortlisted.shape
+    models = {one.worker_class: one.model for one in shortlisted.candidates}
     return DecisionRecord(
         v=VERSION,
         request_id=route.request_id,
@@ -55,7 +57,7 @@ def build(
         prefix_class=route.prefix_class,
         prefix_key=prefix_key(key, route.ns_id, route.keys, shortlisted.held_blocks),
         prompt_tokens=route.prompt_tokens,
-        policy=f"{policy.name}/{policy.version}",
+        policy=label(policy),
         excluded=excluded,
         output_tokens=shape.output_tokens,
         block_size=shape.block_size,
@@ -64,10 +66,41 @@ def build(
         ordinal=shape.ordinal,
         shared_blocks=shortlisted.shared_blocks,
         held_blocks=shortlisted.held_blocks,
+        has_waited=shape.has_waited,
+        fleet_rho=shape.fleet_rho,
         prefill_model=list(msgspec.structs.astuple(decision.ranking[0].candidate.model)),
+        prefill_models={name: list(msgspec.structs.astuple(models[name])) for name in sorted(models)},
         policy_weights=msgspec.structs.asdict(policy),
+        policy_digest=digest(policy),
+        rollout=rollout,
+        directory=shortlisted.directory,
+        stream_seq=shortlisted.stream_seq,
         code_version=code_version,
+        shadow=shadow,
         **decided(decision),
+    )
+
+
+def label(policy: Policy) -> str:
+    """What decisions and metrics call it; whoever changes its weights gives it another version."""
+    return f"{policy.name}/{policy.version}"
+
+
+def digest(policy: Policy) -> str:
+    """16 hex digits that name the policy's content, whatever its version says."""
+    content = msgspec.json.encode(policy, order="sorted")
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def shadow(policy: Policy, decision: Decision) -> ShadowRecord:
+    """The record of a decision that was not acted on."""
+    return ShadowRecord(
+        policy=label(policy),
+        policy_digest=digest(policy),
+        selected_worker=decision.worker,
+        decision=decision.name,
+        predicted_cached_tokens=decision.predicted_tokens,
+        cost_ms=decision.ranking[0].cost_ms,
     )
 
 
@@ -77,27 +110,67 @@ def decided(decision: Decision) -> dict[str, Any]:
         "selected_worker": decision.worker,
         "predicted_cached_tokens": decision.predicted_tokens,
         "decision": decision.name,
-        "candidate_workers": [_candidate(terms) for terms in decision.ranking],
+        "candidate_workers": _candidates(decision.ranking),
         "decided_at": decision.decided_at,
         "max_queue_ms": decision.max_queue_ms,
+        "max_wait_ms": decision.max_wait_ms,
+        "is_warm": decision.is_warm,
     }
 
 
 def inputs(record: DecisionRecord) -> tuple[RequestShape, list[Candidate], Policy, float]:
-    """The arguments with which `policy.decide` made this decision."""
+    """The arguments with which `policy.decide` made this decision.
+
+    :raises msgspec.ValidationError: what the record says is not what this version decides from."""
     shape = RequestShape(
-        record.prompt_tokens, record.output_tokens, record.block_size, record.home, record.blind, record.ordinal
+        record.prompt_tokens,
+        record.output_tokens,
+        record.block_size,
+        record.home,
+        record.blind,
+        record.ordinal,
+        record.has_waited,
+        record.fleet_rho,
     )
-    model = msgspec.convert(record.prefill_model, PrefillModel, strict=False)
-    candidates = [
-        Candidate(one.worker, one.cached_tokens, one.queue_ms, one.rho, one.pinned_tokens, one.free_tokens, model)
-        for one in record.candidate_workers
-    ]
+    models = {name: _model(figures) for name, figures in record.prefill_models.items()}
+    # Records of routers that did not learn yet have but the one.
+    default = _model(record.prefill_model)
+    candidates = [_input(one, models.get(one.worker_class, default)) for one in record.candidate_workers]
     return shape, candidates, msgspec.convert(record.policy_weights, Policy, strict=False), record.decided_at
 
 
-def _candidate(terms: Terms) -> CandidateRecord:
-    candidate = terms.candidate
+def _model(figures: list[float]) -> PrefillModel:
+    return msgspec.convert(figures, PrefillModel, strict=False)
+
+
+def _input(one: CandidateRecord, model: PrefillModel) -> Candidate:
+    return Candidate(
+        one.worker,
+        one.cached_tokens,
+        one.queue_ms,
+        one.rho,
+        one.pinned_tokens,
+        one.free_tokens,
+        model,
+        one.worker_class,
+        one.speed,
+        one.only_reserved,
+        Pull(one.pull_source, one.pull_tokens, one.pull_ms) if one.pull_tokens else None,
+        one.held_blocks,
+        one.announced_blocks,
+        one.trust,
+    )
+
+
+def _candidates(ranking: list[Terms]) -> list[CandidateRecord]:
+    """In their order. What each would gain is counted from the longest prefill that anybody would need for all of it:
+    from one figure for all, so that the order of gains is that of costs."""
+    longest_ms = max(terms.prefill_ms + terms.saved_ms for terms in ranking)
+    return [_candidate(terms, longest_ms - terms.cost_ms) for terms in ranking]
+
+
+def _candidate(terms: Terms, net_gain_ms: float) -> CandidateRecord:
+    candidate, pull = terms.candidate, terms.candidate.pull
     return CandidateRecord(
         worker=candidate.worker,
         cached_tokens=candidate.cached_tokens,
@@ -113,4 +186,17 @@ def _candidate(terms: Terms) -> CandidateRecord:
         rho=candidate.rho,
         pinned_tokens=candidate.pinned_tokens,
         free_tokens=candidate.free_tokens,
+        worker_class=candidate.worker_class,
+        speed=candidate.speed,
+        held_blocks=candidate.held_blocks,
+        announced_blocks=candidate.announced_blocks,
+        trust=candidate.trust,
+        only_reserved=candidate.only_reserved,
+        pull_source=pull.source if pull else "",
+        pull_tokens=pull.tokens if pull else 0,
+        pull_ms=pull.transfer_ms if pull else 0.0,
+        transfer_ms=terms.transfer_ms,
+        saved_prefill_ms=terms.saved_ms,
+        imbalance_penalty_ms=terms.saved_ms - candidate.queue_ms - terms.transfer_ms - net_gain_ms,
+        net_gain_ms=net_gain_ms,
     )

@@ -62,6 +62,12 @@ class Metrics:
         self.decide_us = Histogram(
             "prefixbus_router_decide_us", "Time to find, price and rank the candidates.", buckets=_US, registry=registry
         )
+        self.prefill_samples = Counter(
+            "prefixbus_router_prefill_samples",
+            "Ends of requests, by what they told of prefill times (contended: they were computed beside others).",
+            ["verdict"],
+            registry=registry,
+        )
         self.queue_wait_ms = Histogram(
             "prefixbus_router_queue_wait_ms",
             "From acceptance to the first step of prefill, as bridges measured it, by decision.",

@@ -4,18 +4,20 @@
 Everything it looks at is in its arguments, and journal.py records them.
 
 Owns: the policies by name, the order of candidates, the names of decisions.
-Must not know: how candidates were found, NATS, clocks, what an engine is.
+Must not know: how candidates were found, who can pull from whom, NATS, clocks, what an engine is.
 Units: ms, tokens.   Source: DESIGN 6, facts/policy.md.
 
 Decisions, by what was chosen:
     prefer-warm-worker   it holds all full blocks but at most the last
     partial-hit          it holds at least one block
+    remote-pull          what it lacks comes from another worker, sooner than it would be computed
     home-worker          nobody holds this prefix yet, and this is its home
+    cold-reserve         nothing of use is there, and only slots kept for such requests are free
     balanced-cold        nobody holds anything of use: by load
     blind                the directory did not answer: by load
     round-robin          the policy of that name looks at neither caches nor load
 and, where a worker that holds more was passed over, by why:
-    spill-max-wait       its queue is over `max_warm_wait_ms`
+    spill-max-wait       its queue is over `max_warm_wait_ms`, or its free slots are kept for cold requests
     spill-margin         it is later by more than the hit is worth, or than `margin_ms` allows
     spill-memory         it would be chosen but for its wait for KV memory"""
 
@@ -64,6 +66,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     min_reuse_tokens: Annotated[int, Meta(gt=0)] = 64
     # A bridge whose true queue is longer than predicted by this much more than the runner-up's lead gives back.
     rechoose_ms: _Ms = 50.0
+    # Nothing is pulled while the fleet is busier than this: the copy evicts what others need (facts/policy.md).
+    max_pull_rho: Annotated[float, Meta(ge=0, le=1)] = 0.8
     # The time in which pinned KV is taken to be given back: 200 output tokens at 20 ms.
     kv_turnover_ms: _Ms = 4000.0
     # Share of the depth to believe of a worker whose entries the directory doubts.
@@ -74,7 +78,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class RequestShape(msgspec.Struct, frozen=True):
     """What a decision needs to know of a request. `home` is the rendezvous home of a fresh prefix, empty if somebody
-    holds it; `ordinal` counts the requests of this router."""
+    holds it; `ordinal` counts the requests of this router. `has_waited`: a worker gave it back since it had waited
+    there for as long as a hit is worth. `fleet_rho` is the workers' mean, told where there is something to pull."""
 
     prompt_tokens: int
     output_tokens: int
@@ -82,11 +87,26 @@ class RequestShape(msgspec.Struct, frozen=True):
     home: str = ""
     blind: bool = False
     ordinal: int = 0
+    has_waited: bool = False
+    fleet_rho: float = 0.0
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """An offer: `source` has `tokens` of the prompt beyond what the candidate holds, and would give them in
+    `transfer_ms`."""
+
+    source: str
+    tokens: int
+    transfer_ms: float
 
 
 class Candidate(msgspec.Struct, frozen=True):
     """A worker as it looks to this request. `queue_ms` is prefill work ahead; `rho` the share of time it is busy with
-    prefill; `pinned_tokens` the KV in use; `cached_tokens` never exceeds what an engine can serve."""
+    prefill; `pinned_tokens` the KV in use; `cached_tokens` never exceeds what an engine can serve.
+
+    `model` is that of its `worker_class`, `speed` its own factor of it (over 1: slow). `only_reserved`: its free slots
+    are kept for requests that find nothing. `held_blocks`, `announced_blocks` of them not there yet, and `trust` are
+    what `cached_tokens` was made from."""
 
     worker: str
     cached_tokens: int
@@ -95,10 +115,18 @@ class Candidate(msgspec.Struct, frozen=True):
     pinned_tokens: int
     free_tokens: int
     model: PrefillModel
+    worker_class: str = ""
+    speed: float = 1.0
+    only_reserved: bool = False
+    pull: Pull | None = None
+    held_blocks: int = 0
+    announced_blocks: int = 0
+    trust: float = 1.0
 
 
 class Terms(NamedTuple):
-    """A candidate's price, term by term, in ms."""
+    """A candidate's price, term by term, in ms; `transfer_ms` is 0 unless it would pull. `saved_ms` is how much longer
+    its prefill would be if it had nothing of the prompt."""
 
     candidate: Candidate
     work_ms: float
@@ -110,11 +138,23 @@ class Terms(NamedTuple):
     home_bonus_ms: float
     ttft_ms: float
     cost_ms: float
+    transfer_ms: float
+    saved_ms: float
+    pulls: bool
+
+    @property
+    def found_tokens(self) -> int:
+        """Of the prompt, what is not computed there."""
+        pull = self.candidate.pull
+        return self.candidate.cached_tokens + (pull.tokens if pull is not None and self.pulls else 0)
 
 
 class Decision(msgspec.Struct, frozen=True):
     """The choice. `work_ms` is what it adds to the worker's queue of `queue_ms`; `max_queue_ms` the longest true queue
-    with which the choice still stands. `ranking` starts with the chosen one and goes on in failover order."""
+    with which the choice still stands. `ranking` starts with the chosen one and goes on in failover order.
+
+    `is_warm` requests leave reserved slots alone; one that is there for its hit waits at most `max_wait_ms` (0: as long
+    as it takes)."""
 
     worker: str
     name: str
@@ -124,6 +164,13 @@ class Decision(msgspec.Struct, frozen=True):
     max_queue_ms: float
     ranking: list[Terms]
     decided_at: float
+    is_warm: bool = False
+    max_wait_ms: float = 0.0
+
+    @property
+    def pull(self) -> Pull | None:
+        """What the chosen worker is to pull first."""
+        return self.ranking[0].candidate.pull if self.ranking[0].pulls else None
 
     @property
     def order(self) -> list[str]:
@@ -163,20 +210,31 @@ def known(policy: Policy) -> Policy:
 
 
 def price(request: RequestShape, candidate: Candidate, policy: Policy) -> Terms:
-    """All terms of one candidate. At least one token of a prompt is always computed."""
-    model = candidate.model
-    uncached = max(1, request.prompt_tokens - candidate.cached_tokens)
-    kv_price_ms = cost.kv_price_ms(model, uncached, request.prompt_tokens)
-    prefill_ms = cost.prefill_ms(model, uncached, request.prompt_tokens)
-    interference_ms = cost.interference_ms(model, uncached, candidate.pinned_tokens)
+    """All terms of one candidate, which pulls if that is cheaper."""
+    computing = _price(request, candidate, policy, None)
+    if candidate.pull is None or candidate.only_reserved or request.fleet_rho > policy.max_pull_rho:
+        return computing
+    pulling = _price(request, candidate, policy, candidate.pull)
+    return pulling if pulling.cost_ms < computing.cost_ms else computing
+
+
+def _price(request: RequestShape, candidate: Candidate, policy: Policy, pull: Pull | None) -> Terms:
+    """At least one token of a prompt is always computed. What is pulled is new KV there like what is computed, and has
+    the same price: it evicts as much."""
+    model, speed, prompt = candidate.model, candidate.speed, request.prompt_tokens
+    created = max(1, prompt - candidate.cached_tokens)
+    uncached = created if pull is None else max(1, created - pull.tokens)
+    transfer_ms = 0.0 if pull is None else pull.transfer_ms
+    prefill_ms = speed * cost.prefill_ms(model, uncached, prompt)
+    interference_ms = speed * cost.interference_ms(model, uncached, candidate.pinned_tokens)
     memory_wait_ms = cost.memory_wait_ms(
-        uncached + request.output_tokens, candidate.free_tokens, candidate.pinned_tokens, policy.kv_turnover_ms
+        created + request.output_tokens, candidate.free_tokens, candidate.pinned_tokens, policy.kv_turnover_ms
     )
-    new_kv_ms = policy.new_kv_price * kv_price_ms
-    work_ms = cost.work_ms(model, uncached, request.prompt_tokens)
+    new_kv_ms = policy.new_kv_price * speed * cost.kv_price_ms(model, created, prompt)
+    work_ms = speed * cost.work_ms(model, uncached, prompt)
     externality_ms = cost.externality(candidate.rho, policy.externality_cap) * work_ms
     home_bonus_ms = policy.home_bonus_ms if candidate.worker == request.home else 0.0
-    ttft_ms = candidate.queue_ms + prefill_ms + interference_ms + memory_wait_ms
+    ttft_ms = max(candidate.queue_ms, transfer_ms) + prefill_ms + interference_ms + memory_wait_ms
     cost_ms = ttft_ms + new_kv_ms + externality_ms - home_bonus_ms
     return Terms(
         candidate,
@@ -189,6 +247,9 @@ def price(request: RequestShape, candidate: Candidate, policy: Policy) -> Terms:
         home_bonus_ms,
         ttft_ms,
         cost_ms,
+        transfer_ms,
+        speed * cost.prefill_ms(model, prompt, prompt) - prefill_ms,
+        pull is not None,
     )
 
 
@@ -199,90 +260,125 @@ def warm_wait_ms(policy: Policy, output_tokens: int) -> float:
     return policy.max_warm_wait_ms * policy.long_output_tokens / output_tokens
 
 
+def is_warm(request: RequestShape, candidate: Candidate, floor_tokens: int) -> bool:
+    """Whether it would be there for the cache: it finds more than anywhere (`floor_tokens`), or most of itself.
+
+    A system prompt that all hold makes nobody warm; a long document that all hold does, and those who ask about it may
+    not fill the slots that are kept for others."""
+    cached = candidate.cached_tokens
+    return cached > floor_tokens or 2 * cached >= request.prompt_tokens
+
+
 def _prefix_aware(request: RequestShape, candidates: list[Candidate], policy: Policy, now: float) -> Decision:
     ranked = [price(request, candidate, policy) for candidate in candidates]
     ranked.sort(key=_by_cost)
-    chosen, barred_because = _first_permitted(request, ranked, policy)
+    floor_tokens = min(terms.candidate.cached_tokens for terms in ranked)
+    chosen, barred_because = _first_permitted(request, ranked, policy, floor_tokens)
     name = _name(request, chosen, ranked, barred_because, policy)
     if chosen is not ranked[0]:
         ranked.remove(chosen)
         ranked.insert(0, chosen)
-    return _decision(name, ranked, _max_queue_ms(request, ranked, policy), now)
+    max_queue_ms, max_wait_ms = _bounds(request, ranked, policy, floor_tokens)
+    return _decision(request, name, ranked, floor_tokens, max_queue_ms, max_wait_ms, now)
 
 
 def _round_robin(request: RequestShape, candidates: list[Candidate], policy: Policy, now: float) -> Decision:
     """The next worker by name, whatever it holds; the others follow in turn."""
-    ranked = [price(request, candidate, policy) for candidate in sorted(candidates, key=_by_name)]
+    ranked = [_price(request, candidate, policy, None) for candidate in sorted(candidates, key=_by_name)]
     first = request.ordinal % len(ranked)
-    return _decision("round-robin", ranked[first:] + ranked[:first], NO_LIMIT_MS, now)
+    floor_tokens = min(terms.candidate.cached_tokens for terms in ranked)
+    ranked = ranked[first:] + ranked[:first]
+    return _decision(request, "round-robin", ranked, floor_tokens, NO_LIMIT_MS, 0.0, now)
 
 
-def _decision(name: str, ranking: list[Terms], max_queue_ms: float, now: float) -> Decision:
+def _decision(
+    request: RequestShape,
+    name: str,
+    ranking: list[Terms],
+    floor_tokens: int,
+    max_queue_ms: float,
+    max_wait_ms: float,
+    now: float,
+) -> Decision:
     chosen = ranking[0]
     candidate = chosen.candidate
     return Decision(
         worker=candidate.worker,
         name=name,
-        predicted_tokens=candidate.cached_tokens,
+        predicted_tokens=chosen.found_tokens,
         work_ms=chosen.work_ms,
         queue_ms=candidate.queue_ms,
         max_queue_ms=max_queue_ms,
         ranking=ranking,
         decided_at=now,
+        is_warm=is_warm(request, candidate, floor_tokens),
+        max_wait_ms=max_wait_ms,
     )
 
 
-def _first_permitted(request: RequestShape, ranked: list[Terms], policy: Policy) -> tuple[Terms, str]:
+def _first_permitted(
+    request: RequestShape, ranked: list[Terms], policy: Policy, floor_tokens: int
+) -> tuple[Terms, str]:
     """The cheapest candidate that no cap bars, and what barred the cheapest of all (empty: nothing).
 
-    Warm means holding more than the least any candidate holds: a system prompt that all hold makes nobody warm. Those
-    who hold the least are never barred, so there is always somebody."""
-    floor = min(terms.candidate.cached_tokens for terms in ranked)
-    wait_cap_ms = warm_wait_ms(policy, request.output_tokens)
-    somebody_is_under_it = any(terms.candidate.queue_ms <= wait_cap_ms for terms in ranked)
+    The caps are for those who hold more than `floor_tokens`, the least that anybody holds, so but for reserved slots
+    somebody is always permitted; if only these are left, the cheapest is: its bridge has the last word."""
+    least_ms = min(terms.candidate.queue_ms for terms in ranked)
+    wait_cap_ms = least_ms if request.has_waited else warm_wait_ms(policy, request.output_tokens)
     latest_ms = NO_LIMIT_MS
     if policy.margin_ms is not None:
-        latest_ms = policy.margin_ms + min(t.ttft_ms for t in ranked if t.candidate.cached_tokens == floor)
+        latest_ms = policy.margin_ms + min(t.ttft_ms for t in ranked if t.candidate.cached_tokens == floor_tokens)
     because = ""
     for terms in ranked:
-        if terms.candidate.cached_tokens > floor:
-            if terms.candidate.queue_ms > wait_cap_ms and somebody_is_under_it:
+        candidate = terms.candidate
+        if candidate.only_reserved and is_warm(request, candidate, floor_tokens):
+            because = because or "spill-max-wait"
+            continue
+        if candidate.cached_tokens > floor_tokens:
+            if candidate.queue_ms > wait_cap_ms and least_ms <= wait_cap_ms:
                 because = because or "spill-max-wait"
                 continue
             if terms.ttft_ms > latest_ms:
                 because = because or "spill-margin"
                 continue
         return terms, because
-    raise AssertionError("unreachable: those who hold the least are never barred")
+    return ranked[0], because
 
 
 def _name(request: RequestShape, chosen: Terms, ranked: list[Terms], barred_because: str, policy: Policy) -> str:
     if request.blind:
         return "blind"
-    worker, cached = chosen.candidate.worker, chosen.candidate.cached_tokens
-    if worker == request.home:
-        return "home-worker"
+    if chosen.pulls:
+        return "remote-pull"
+    candidate = chosen.candidate
     # `ranked` is in order of cost and max takes the first of equals.
     warmest = max(ranked, key=_by_cached)
-    if warmest.candidate.cached_tokens - cached >= policy.min_reuse_tokens:
+    is_home = candidate.worker == request.home
+    if warmest.candidate.cached_tokens - candidate.cached_tokens >= policy.min_reuse_tokens and not is_home:
         if barred_because:
             return barred_because
         in_memory_alone = warmest.memory_wait_ms > 0 and warmest.cost_ms - warmest.memory_wait_ms <= chosen.cost_ms
         return "spill-memory" if in_memory_alone else "spill-margin"
-    return _BY_WARMTH[warmth(request.prompt_tokens, cached, request.block_size)]
+    if candidate.only_reserved:
+        return "cold-reserve"
+    if is_home:
+        return "home-worker"
+    return _BY_WARMTH[warmth(request.prompt_tokens, candidate.cached_tokens, request.block_size)]
 
 
-def _max_queue_ms(request: RequestShape, ranked: list[Terms], policy: Policy) -> float:
-    """Beyond this true queue the runner-up is better by more than `rechoose_ms` (herding: facts/policy.md)."""
+def _bounds(request: RequestShape, ranked: list[Terms], policy: Policy, floor_tokens: int) -> tuple[float, float]:
+    """Beyond which true queue the runner-up is better by more than `rechoose_ms` (herding: facts/policy.md), and for
+    how long it may wait in the end (0: for as long as it takes)."""
     if len(ranked) == 1:
-        return NO_LIMIT_MS
+        return NO_LIMIT_MS, 0.0
     chosen = ranked[0]
     queue_ms = chosen.candidate.queue_ms
     lead_ms = max(0.0, min(terms.cost_ms for terms in ranked[1:]) - chosen.cost_ms)
-    limit_ms = queue_ms + lead_ms + policy.rechoose_ms
-    if chosen.candidate.cached_tokens > min(terms.candidate.cached_tokens for terms in ranked):
-        limit_ms = min(limit_ms, max(queue_ms, warm_wait_ms(policy, request.output_tokens)))
-    return limit_ms
+    max_queue_ms = queue_ms + lead_ms + policy.rechoose_ms
+    if chosen.candidate.cached_tokens <= floor_tokens:
+        return max_queue_ms, 0.0
+    max_wait_ms = max(queue_ms, warm_wait_ms(policy, request.output_tokens))
+    return min(max_queue_ms, max_wait_ms), max_wait_ms
 
 
 def _by_cost(terms: Terms) -> tuple[float, float, str]:

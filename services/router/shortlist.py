@@ -5,6 +5,9 @@ home of a fresh prefix (DESIGN 6). Pricing everybody would cost a millisecond at
 worker that holds no more than another and has more queued is never the cheapest but for its memory, which the several
 least loaded allow for.
 
+What a worker has in its host store is nothing that its engine would find: it counts as what others could pull from it,
+and only where `links` are given. No bridge can pull yet, so the service gives none.
+
 Owns: nothing.   Must not know: prices, NATS, how a fleet is kept.   Units: blocks, tokens, ms."""
 
 import heapq
@@ -12,22 +15,26 @@ from typing import NamedTuple
 
 from ..bus.blockkeys import reusable_blocks
 from ..bus.messages import Holdings, Route
-from .cost import PrefillModel
 from .fleet import Available
 from .home import home
-from .policy import Candidate, Policy, RequestShape
+from .learning import Learner
+from .policy import Candidate, Policy, Pull, RequestShape
+from .transfer import Links
 
 # The deepest depths that are looked at; in the worst case every worker is at its own.
 MAX_LEVELS = 16
 
 
 class Shortlist(NamedTuple):
-    """What `policy.decide` gets, and the depth its distinguishing block follows (for the journal)."""
+    """What `policy.decide` gets, and for the journal: the depth its distinguishing block follows, the deepest that
+    anybody holds, and who said so as of which event."""
 
     shape: RequestShape
     candidates: list[Candidate]
     shared_blocks: int
     held_blocks: int
+    directory: str = ""
+    stream_seq: int = 0
 
 
 def shortlist(
@@ -35,21 +42,23 @@ def shortlist(
     available: list[Available],
     holdings: Holdings | None,
     shared_blocks: int,
-    model: PrefillModel,
+    learner: Learner,
     policy: Policy,
     now: float,
     *,
     whole_fleet: bool = False,
     ordinal: int = 0,
+    has_waited: bool = False,
+    links: Links | None = None,
 ) -> Shortlist:
     """Candidates among at least one available worker. `holdings` is None when the directory did not answer: then the
-    request is blind, and load alone decides."""
+    request is blind, and load alone decides. `has_waited`: a bridge gave it back since it had waited for long."""
     block_size = available[0].worker.block_size
     names = {one.name: one for one in available}
     levels = [
         (level.depth, held)
         for level in (holdings.levels if holdings else [])
-        if (held := [names[worker] for worker in level.workers if worker in names])
+        if level.tier == "gpu" and (held := [names[worker] for worker in level.workers if worker in names])
     ]
     held_blocks = levels[0][0] if levels else 0
     depths: dict[str, int] = {}
@@ -68,21 +77,32 @@ def shortlist(
             chosen[home_worker] = names[home_worker]
             depths.update((home_worker, depth) for depth, held in levels for one in held if one.name == home_worker)
     reusable = reusable_blocks(route.prompt_tokens, block_size)
-    doubted = holdings.incomplete if holdings else []
+    trust = _trust(holdings, policy)
+    announced = holdings.announced if holdings else {}
+    sources = _sources(holdings, reusable, trust) if links is not None and holdings is not None else []
     candidates = []
     for one in chosen.values():
-        depth = min(depths.get(one.name, 0), reusable)
-        if depth and one.name in doubted:
-            depth = int(depth * policy.suspect_trust)
+        worker, depth = one.worker, depths.get(one.name, 0)
+        believed = trust.get(one.name, 1.0)
+        blocks = min(depth, reusable)
+        if believed != 1.0:
+            blocks = int(blocks * believed)
         candidates.append(
             Candidate(
                 one.name,
-                depth * block_size,
+                blocks * block_size,
                 one.queue_ms,
-                one.worker.rho(now),
-                one.worker.pinned_tokens,
-                one.worker.free_tokens,
-                model,
+                worker.rho(now),
+                worker.pinned_tokens,
+                worker.free_tokens,
+                learner.model_of(worker.worker_class),
+                worker.load.worker_class,
+                learner.speed_of(one.name, worker.incarnation, now),
+                one.only_reserved,
+                None if links is None else _offer(one.name, blocks, sources, block_size, links),
+                depth,
+                announced.get(one.name, 0),
+                believed,
             )
         )
     shape = RequestShape(
@@ -92,8 +112,51 @@ def shortlist(
         home=home_worker,
         blind=holdings is None,
         ordinal=ordinal,
+        has_waited=has_waited,
+        fleet_rho=_mean_rho(available, now) if sources else 0.0,
     )
-    return Shortlist(shape, candidates, shared_blocks, held_blocks)
+    if holdings is None:
+        return Shortlist(shape, candidates, shared_blocks, held_blocks)
+    return Shortlist(shape, candidates, shared_blocks, held_blocks, holdings.replica, holdings.stream_seq)
+
+
+def _trust(holdings: Holdings | None, policy: Policy) -> dict[str, float]:
+    """What share of its depth to believe, of each worker that is not believed whole."""
+    if holdings is None:
+        return {}
+    # In this order NaN is 0.
+    trust = {worker: min(1.0, max(0.0, share)) for worker, share in holdings.trust.items()}
+    for worker in holdings.incomplete:
+        trust[worker] = min(trust.get(worker, 1.0), policy.suspect_trust)
+    return trust
+
+
+def _sources(holdings: Holdings, reusable: int, trust: dict[str, float]) -> list[tuple[int, str]]:
+    """(depth, worker) of all that could give blocks, in either tier, be they open to new work or not."""
+    return [
+        (int(min(level.depth, reusable) * trust.get(worker, 1.0)), worker)
+        for level in holdings.levels
+        for worker in level.workers
+    ]
+
+
+def _offer(worker: str, blocks: int, sources: list[tuple[int, str]], block_size: int, links: Links) -> Pull | None:
+    """The most that another worker can give it beyond its `blocks`; of equals, the soonest."""
+    others = [(depth, one) for depth, one in sources if one != worker and depth > blocks]
+    if not others:
+        return None
+    deepest = max(depth for depth, _ in others)
+    tokens = (deepest - blocks) * block_size
+    offers = [(links.transfer_ms(one, worker, tokens), one) for depth, one in others if depth == deepest]
+    transfer_ms, source = min(offers)
+    return Pull(source, tokens, transfer_ms)
+
+
+def _mean_rho(available: list[Available], now: float) -> float:
+    total = 0.0
+    for one in available:
+        total += min(1.0, one.worker.rho(now))
+    return total / len(available)
 
 
 def _home(keys: bytes, shared_blocks: int, available: list[Available]) -> str:

@@ -205,6 +205,8 @@ class Bridge:
             block_size=record.block_size,
             draining=admission.draining,
             accepted=list(self._accepted),
+            worker_class=self._rt.config.bridge.worker_class,
+            pool=self._rt.config.bridge.pool,
             event_seqs=event_seqs,
         )
         return messages.LOAD.encode(load)

@@ -17,6 +17,7 @@ from prefixbus.bus.messages import Holdings, Level, Load, Route
 from prefixbus.router import policy
 from prefixbus.router.cost import PROFILES
 from prefixbus.router.fleet import Fleet
+from prefixbus.router.learning import Learner
 from prefixbus.router.policy import Policy
 from prefixbus.router.shortlist import shortlist
 from prefixbus.router.traffic import Traffic
@@ -81,7 +82,8 @@ def _holdings(names: list[str], rng: random.Random) -> Holdings:
 def bench_decide(workers: int) -> dict[str, object]:
     rng = random.Random(1)
     names = [f"worker-{number:03d}" for number in range(workers)]
-    fleet, traffic, current, model = Fleet(0.6, 3.0), Traffic(), Policy(), PROFILES["h100-8b"]
+    fleet, traffic, current = Fleet(0.6, 3.0), Traffic(), Policy()
+    learner = Learner({"m": PROFILES["h100-8b"]})
     for name in names:
         fleet.heard(_load(name, rng), 0.0)
     system = rng.randbytes(8 * SYSTEM_BLOCKS)
@@ -96,7 +98,7 @@ def bench_decide(workers: int) -> dict[str, object]:
         started_at, cpu_at = time.perf_counter_ns(), time.thread_time_ns()
         shared = traffic.shared_blocks(route.ns_id, route.keys)
         available = fleet.survey(route.model, route.serves, now).available
-        found = shortlist(route, available, held, shared, model, current, now)
+        found = shortlist(route, available, held, shared, learner, current, now)
         decision = policy.decide(found.shape, found.candidates, current, now)
         fleet.book(route.request_id, 1, decision.worker, 1, decision.work_ms, now, now + 60)
         traffic.note(route.ns_id, route.keys)

@@ -56,6 +56,8 @@ class FakeBridge:
         # Whether outcomes are dropped on their way.
         self.outcomes_get_lost = False
         self.queue_ms = 0.0
+        # What its outcomes say.
+        self.ttft_ms = 1.0
         self.incarnation = 1
         self.dispatches: list[Dispatch] = []
         self.aborts: list[tuple[str, int]] = []
@@ -158,7 +160,7 @@ class FakeBridge:
             prefill_tokens=100 - dispatch.predicted_tokens,
             output_tokens=1,
             queue_wait_ms=0.5,
-            ttft_ms=1.0,
+            ttft_ms=self.ttft_ms,
             total_ms=2.0,
             ended_at=0.0,
         )

@@ -19,6 +19,7 @@ from prefixbus.bus.messages import DECISION, DISPATCHED, VERSION, DecisionRecord
 from prefixbus.bus.runtime import Runtime
 from prefixbus.router import dispatching, patience, service
 from prefixbus.router.attempts import State
+from prefixbus.router.policy import Policy
 
 from .fakes import BLOCK, MODEL, TENANT, Answer, Client, FakeBridge, FakeDirectory
 
@@ -202,6 +203,75 @@ async def test_a_refusal_with_the_true_queue_leads_to_another_worker(world: Worl
     assert [dispatch.attempt for dispatch in other.dispatches] == [2]
     assert router.value("prefixbus_router_failovers_total", reason="queue") == 1
     await world.books_balance()
+
+
+async def test_a_warm_request_that_has_waited_for_long_goes_where_it_starts_sooner(world: World) -> None:
+    """Its bridge gives it back after the time that its dispatch names, with the true queue; a millisecond is less than
+    the hit saves, but others have none."""
+    holder, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    holder.queue_ms = 1.0
+    holder.answer = lambda dispatch: "waited"
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert [(one.is_warm, one.max_wait_ms) for one in holder.dispatches] == [(True, Policy().max_warm_wait_ms)]
+    assert [(one.attempt, one.is_warm, one.max_wait_ms) for one in other.dispatches] == [(2, False, 0.0)]
+    assert router.value("prefixbus_router_failovers_total", reason="waited") == 1
+    await eventually(lambda: len(world.records) == 2, "both decisions are recorded")
+    assert [(one.decision, one.has_waited) for one in world.records] == [
+        ("prefer-warm-worker", False),
+        ("spill-max-wait", True),
+    ]
+    await world.books_balance()
+
+
+async def test_a_tenant_is_served_by_workers_of_its_pools_alone(world: World) -> None:
+    holder, own = await world.bridge("w1", pool="others"), await world.bridge("w2", pool="acme's")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router(pools={TENANT: ["acme's"]})
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert (answer.code, len(holder.dispatches), len(own.dispatches)) == ("", 0, 1)
+    await eventually(lambda: bool(world.records), "the decision is recorded")
+    assert world.records[0].excluded == {"w1": "pool"}
+
+
+async def test_a_tenant_without_a_worker_in_its_pools_hears_nothing_of_others(world: World) -> None:
+    await world.bridge("w1", pool="others")
+    router = await world.router(pools={TENANT: ["acme's"]})
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "no_workers"
+    assert "pool" not in (answer.header("Nats-Service-Error") or "")
+
+
+async def test_what_prefills_took_is_what_the_next_one_is_thought_to_take(world: World) -> None:
+    bridge = await world.bridge("w1", worker_class="slow")
+    bridge.ttft_ms = 200.0
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    for _ in range(5):
+        await world.ended(await world.client.send(CLOCK.wall()))
+        await world.books_balance()
+
+    await eventually(lambda: len(world.records) == 5, "the decisions are recorded")
+    expected = [one.candidate_workers[0].prefill_ms for one in world.records]
+    assert expected == sorted(set(expected))
+    assert expected[-1] > 1.5 * expected[0]
+    assert router.value("prefixbus_router_prefill_samples_total", verdict="learned") == 5
+    assert list(world.records[-1].prefill_models) == ["slow"]
 
 
 async def test_a_worker_that_nobody_is_behind_costs_little_time(world: World) -> None:

@@ -59,6 +59,16 @@ def test_a_full_queue_is_chosen_anew_without_avoiding_the_worker() -> None:
     assert attempts.avoid == {}
 
 
+def test_who_has_waited_for_long_is_chosen_anew_and_that_is_known() -> None:
+    attempts = offered()
+    attempts.accepted(1)
+    before = attempts.has_waited
+
+    assert attempts.refused(1, "waited") == (Effect.TAKE_BACK, Effect.CHOOSE)
+    assert (before, attempts.has_waited) == (False, True)
+    assert attempts.avoid == {}
+
+
 @pytest.mark.parametrize("reason", ["no_slot", "draining", "wrong_incarnation", "engine_failed", "overloaded"])
 def test_a_worker_that_cannot_is_not_asked_again(reason: str) -> None:
     attempts = offered()
@@ -92,6 +102,7 @@ def test_the_last_attempt_is_known_as_such_and_ends_with_its_failure() -> None:
         ("worker_lost", "worker_lost"),
         ("no_slot", "overloaded"),
         ("queue_too_long", "overloaded"),
+        ("waited", "overloaded"),
         ("too_late", "overloaded"),
         ("draining", "unavailable"),
     ],

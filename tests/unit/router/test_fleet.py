@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from prefixbus.bus.listening import MAX_STEP_S
 from prefixbus.bus.messages import Load
-from prefixbus.router.fleet import PREFILL_MAX_MS, SURELY_REPORTED_S, Fleet, Lost, Survey
+from prefixbus.router.fleet import PREFILL_MAX_MS, SURELY_REPORTED_S, Fleet, Lost, Surroundings, Survey, WorkerClass
 from prefixbus.router.metrics import WorkerGauges
 
 MODEL, SERVES = "m", "digest"
@@ -116,6 +116,48 @@ def test_a_report_from_before_the_acceptance_does_not_swallow_the_dispatch() -> 
     books.heard(load(report=2, queue_ms=0.0), 0.01)
 
     assert queue_ms(books, 0.01) == 50.0
+
+
+def test_what_a_worker_did_besides_a_request_is_what_came_before_its_first_token() -> None:
+    books = fleet(load(kv_usage=0.5, worker_class="h100"), load("w2"))
+    books.book("before", 1, "w1", 1, 40.0, 0.0, 60.0)
+    books.book("asked", 1, "w1", 1, 50.0, 0.1, 60.0)
+    books.book("during", 1, "w1", 1, 7.0, 0.15, 60.0)
+    books.book("taken back", 1, "w1", 1, 3.0, 0.15, 60.0)
+    books.settle("taken back", 1, 0.16, never_ran=True)
+    books.book("elsewhere", 1, "w2", 1, 100.0, 0.15, 60.0)
+    books.book("after", 1, "w1", 1, 500.0, 0.21, 60.0)
+
+    around = books.surroundings("asked", 1, "w1", 100.0)
+
+    assert around == Surroundings(WorkerClass(MODEL, SERVES, "h100"), 500, 7.0)
+
+
+def test_nothing_is_known_of_what_went_on_beside_another_attempt() -> None:
+    books = fleet(load(), load("w2"))
+    books.book("r1", 2, "w1", 1, 50.0, 0.0, 60.0)
+
+    assert books.surroundings("r1", 1, "w1", 1.0) is None
+    assert books.surroundings("r1", 2, "w2", 1.0) is None
+    assert books.surroundings("r2", 1, "w1", 1.0) is None
+
+
+def test_workers_outside_the_pools_of_a_request_are_no_candidates() -> None:
+    books = fleet(load("w1", pool="a"), load("w2", pool="b"), load("w3"))
+
+    def names(pools: list[str] | None) -> list[str]:
+        return [one.name for one in books.survey(MODEL, SERVES, 0.0, pools).available]
+
+    assert names(None) == ["w1", "w2", "w3"]
+    assert names(["b", ""]) == ["w2", "w3"]
+    assert books.survey(MODEL, SERVES, 0.0, ["b"]).excluded == {"w1": "pool", "w3": "pool"}
+
+
+@pytest.mark.parametrize(("running", "only_reserved"), [(5, False), (6, True), (7, True)])
+def test_the_last_slots_are_kept_for_cold_requests(running: int, only_reserved: bool) -> None:
+    books = fleet(load(running=running, reserved_slots=2))
+
+    assert [one.only_reserved for one in survey(books, 0.0).available] == [only_reserved]
 
 
 def test_when_the_report_that_lists_it_is_lost_a_much_later_one_contains_it() -> None:

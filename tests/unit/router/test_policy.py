@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.router import policy
 from prefixbus.router.cost import PROFILES, PrefillModel
-from prefixbus.router.policy import NO_LIMIT_MS, Candidate, Decision, Policy, RequestShape, decide
+from prefixbus.router.policy import NO_LIMIT_MS, Candidate, Decision, Policy, Pull, RequestShape, decide
+from prefixbus.router.transfer import Links
 
 H100 = PROFILES["h100-8b"]
 # 1 ms a token and nothing else: examples that speak of milliseconds can be written in tokens.
@@ -39,6 +40,8 @@ def shape(prompt: int, **changed: Any) -> RequestShape:
 def choose(request: RequestShape, *candidates: Candidate, by: Policy = Policy()) -> Decision:  # noqa: B008 - frozen
     return decide(request, list(candidates), by, 0.0)
 
+
+IDLE = candidate("idle")
 
 # --- the worked examples
 
@@ -111,9 +114,151 @@ def test_an_equal_fleet_is_chosen_from_by_name() -> None:
     assert choose(shape(10), candidate("b"), candidate("c"), candidate("a")).order == ["a", "b", "c"]
 
 
+# --- pull or recompute
+
+GIB = 2**30
+KV_TOKEN_BYTES = 128 * 1024
+PREFIX = 2 * GIB // KV_TOKEN_BYTES
+
+
+def a_pull(prefill_ms: float, *, gib_per_s: float = 20.0) -> Candidate:
+    """An idle worker that could pull 2 GiB, or compute it in so many ms; its holder would take a second."""
+    links = Links(KV_TOKEN_BYTES, setup_ms=0.5, bytes_per_ms=gib_per_s * GIB / 1000)
+    pull = Pull("holder", PREFIX, links.transfer_ms("holder", "idle", PREFIX))
+    return candidate("idle", model=PrefillModel(0.0, prefill_ms / PREFIX, 0.0, 0.0), pull=pull)
+
+
+def test_two_gib_over_twenty_a_second_lose_to_a_recompute_of_60_ms() -> None:
+    idle = a_pull(60.0)
+
+    decision = choose(shape(PREFIX + 1), candidate("holder", PREFIX, queue_ms=1_000.0), idle)
+
+    assert idle.pull is not None
+    assert idle.pull.transfer_ms >= 100
+    assert (decision.worker, decision.pull, decision.predicted_tokens) == ("idle", None, 0)
+
+
+def test_the_same_transfer_wins_over_a_recompute_of_400_ms() -> None:
+    decision = choose(shape(PREFIX + 1), candidate("holder", PREFIX, queue_ms=1_000.0), a_pull(400.0))
+
+    assert (decision.worker, decision.name, decision.predicted_tokens) == ("idle", "remote-pull", PREFIX)
+    assert decision.pull is not None
+    assert decision.ranking[0].ttft_ms == pytest.approx(100.5, rel=0.01)
+    assert decision.work_ms < 1
+
+
+def test_a_transfer_runs_while_the_queue_does() -> None:
+    queued = msgspec.structs.replace(a_pull(400.0), queue_ms=90.0)
+
+    assert policy.price(shape(PREFIX + 1), queued, Policy()).ttft_ms == pytest.approx(100.5, rel=0.01)
+
+
+def test_a_pulled_copy_costs_others_what_a_computed_one_does() -> None:
+    """Without a price on it, pulling collapses when memory is short (facts/policy.md)."""
+    request = shape(PREFIX + 1)
+    pulling = policy.price(request, a_pull(400.0), Policy())
+    computing = policy.price(request, msgspec.structs.replace(a_pull(400.0), pull=None), Policy())
+
+    assert pulling.pulls
+    assert pulling.new_kv_ms == computing.new_kv_ms == pytest.approx(0.3 * 400, rel=0.01)
+
+
+@pytest.mark.parametrize(("fleet_rho", "name"), [(0.8, "remote-pull"), (0.81, "spill-margin")])
+def test_nothing_is_pulled_while_the_fleet_is_busy(fleet_rho: float, name: str) -> None:
+    holder = candidate("holder", PREFIX, queue_ms=1_000.0)
+
+    assert choose(shape(PREFIX + 1, fleet_rho=fleet_rho), holder, a_pull(400.0)).name == name
+
+
+def test_nothing_is_pulled_into_slots_kept_for_cold_requests() -> None:
+    reserved = msgspec.structs.replace(a_pull(400.0), only_reserved=True)
+
+    assert choose(shape(PREFIX + 1), reserved).name == "cold-reserve"
+
+
+def test_round_robin_pulls_nothing() -> None:
+    assert choose(shape(PREFIX + 1), a_pull(400.0), by=Policy(name="round-robin")).pull is None
+
+
+# --- slots kept for cold requests
+
+
+def test_a_warm_request_leaves_the_reserve_alone() -> None:
+    holder = candidate("holder", 976, only_reserved=True)
+
+    decision = choose(shape(1_000), holder, IDLE)
+
+    assert (decision.worker, decision.name) == ("idle", "spill-max-wait")
+
+
+def test_a_cold_request_takes_the_reserve() -> None:
+    decision = choose(shape(1_000), candidate("hot", only_reserved=True), candidate("busy", queue_ms=500.0))
+
+    assert (decision.worker, decision.name, decision.is_warm) == ("hot", "cold-reserve", False)
+
+
+def test_what_all_hold_most_of_is_warm_everywhere() -> None:
+    """A hot document on every worker: else those who ask about it would fill the slots kept for others."""
+    fleet = [candidate("a", 24_000, only_reserved=True), candidate("b", 24_000, queue_ms=700.0)]
+
+    decision = choose(shape(30_000), *fleet)
+
+    assert (decision.worker, decision.is_warm) == ("b", True)
+
+
+def test_a_short_system_prompt_that_all_hold_takes_the_reserve() -> None:
+    fleet = [candidate("a", 512, only_reserved=True), candidate("b", 512, queue_ms=700.0)]
+
+    decision = choose(shape(30_000), *fleet)
+
+    assert (decision.worker, decision.name, decision.is_warm) == ("a", "cold-reserve", False)
+
+
+def test_when_only_the_reserve_is_left_the_bridge_has_the_last_word() -> None:
+    decision = choose(shape(1_000), candidate("a", 976, only_reserved=True), candidate("b", 976, only_reserved=True))
+
+    assert (decision.worker, decision.is_warm) == ("a", True)
+
+
+# --- speeds
+
+
+def test_a_worker_known_to_be_slow_gets_what_it_is_still_best_for() -> None:
+    slow = candidate("a-slow", speed=2.0)
+
+    assert choose(shape(8_000), slow, candidate("b")).worker == "b"
+    assert choose(shape(8_000), slow, candidate("b", queue_ms=500.0)).worker == "a-slow"
+    assert choose(shape(8_000), slow).work_ms == pytest.approx(2 * choose(shape(8_000), IDLE).work_ms)
+
+
+# --- how long a warm request waits
+
+
+def test_a_warm_choice_may_wait_as_long_as_its_hit_is_worth() -> None:
+    by = Policy(max_warm_wait_ms=800)
+
+    warm = choose(shape(60_000, output_tokens=2_048), candidate("w", 59_000, 10.0), IDLE, by=by)
+    cold = choose(shape(60_000), candidate("a"), IDLE, by=by)
+    alone = choose(shape(60_000), candidate("w", 59_000, 10.0), by=by)
+
+    assert (warm.is_warm, warm.max_wait_ms) == (True, 400)
+    assert (cold.is_warm, cold.max_wait_ms) == (False, 0)
+    assert alone.max_wait_ms == 0
+
+
+def test_who_has_waited_is_warm_only_where_nobody_waits_longer() -> None:
+    holder, cold = candidate("holder", 59_000, 100.0), candidate("cold", queue_ms=90.0)
+
+    first = choose(shape(60_000), holder, cold)
+    again = choose(shape(60_000, has_waited=True), holder, cold)
+    idle = choose(shape(60_000, has_waited=True), msgspec.structs.replace(holder, queue_ms=90.0), cold)
+
+    assert (first.worker, again.worker, idle.worker) == ("holder", "cold", "holder")
+    assert again.name == "spill-max-wait"
+
+
 # --- what a decision is called
 
-IDLE = candidate("idle")
 NAMED: list[Any] = [
     pytest.param(shape(1_000), [candidate("w", 976), IDLE], Policy(), "w", "prefer-warm-worker", id="all but the last"),
     pytest.param(shape(1_000), [candidate("w", 512), IDLE], Policy(), "w", "partial-hit", id="some blocks"),
@@ -232,6 +377,9 @@ candidates_ = st.lists(
         rho=st.floats(0, 2),
         pinned_tokens=st.integers(0, 10**6),
         free_tokens=st.integers(0, 10**6),
+        speed=st.floats(0.25, 4),
+        only_reserved=st.booleans(),
+        pull=st.none() | st.builds(Pull, st.text("xyz", min_size=1), st.integers(1, 1_000), st.floats(0, 1e4)),
     ),
     min_size=1,
     max_size=8,
@@ -246,6 +394,8 @@ candidates_ = st.lists(
     warm_wait_ms=st.floats(0, 1e4),
     blind=st.booleans(),
     ordinal=st.integers(0, 10**9),
+    has_waited=st.booleans(),
+    fleet_rho=st.floats(0, 1),
     data=st.data(),
 )
 def test_a_decision_ranks_every_candidate_once_whatever_their_order(
@@ -255,10 +405,12 @@ def test_a_decision_ranks_every_candidate_once_whatever_their_order(
     warm_wait_ms: float,
     blind: bool,
     ordinal: int,
+    has_waited: bool,
+    fleet_rho: float,
     data: st.DataObject,
 ) -> None:
     by = Policy(name=name, margin_ms=margin_ms, max_warm_wait_ms=warm_wait_ms)
-    request = shape(1_000, blind=blind, ordinal=ordinal)
+    request = shape(1_000, blind=blind, ordinal=ordinal, has_waited=has_waited, fleet_rho=fleet_rho)
 
     decision = decide(request, candidates, by, 0.0)
     again = decide(request, data.draw(st.permutations(candidates)), by, 0.0)
@@ -267,6 +419,7 @@ def test_a_decision_ranks_every_candidate_once_whatever_their_order(
     assert decision.worker == decision.order[0]
     assert sorted(decision.order) == sorted(one.worker for one in candidates)
     assert decision.max_queue_ms >= decision.queue_ms
+    assert decision.max_wait_ms == 0 or decision.max_wait_ms >= decision.queue_ms
 
 
 # --- policies as people write them
