@@ -191,16 +191,16 @@ def kv(shard: int, worker: str) -> str:
     return f"{PREFIX}.kv.{shard}.{worker}"
 
 
-def outcome(worker: str, request_id: str) -> str:
-    return f"{PREFIX}.outcome.{worker}.{request_id}"
-
-
-def journal(request_id: str) -> str:
 def kv_shard(subject: str) -> int:
     """The shard of a subject that `kv` made."""
     return int(subject.split(".")[3])
 
 
+def outcome(worker: str, request_id: str) -> str:
+    return f"{PREFIX}.outcome.{worker}.{request_id}"
+
+
+def journal(request_id: str) -> str:
     return f"{PREFIX}.journal.{request_id}"
 
 
@@ -219,6 +219,7 @@ ALL_CANCELLED = f"{PREFIX}.cancelled.*.*"
 ALL_ROUTE = f"{PREFIX}.route.*"
 ALL_LOAD = f"{PREFIX}.load.*"
 ALL_OUTCOME = f"{PREFIX}.outcome.*.*"
+ALL_KV = f"{PREFIX}.kv.*.*"
 
 
 def tenant_inbox(tenant: str) -> str:
@@ -228,7 +229,6 @@ def tenant_inbox(tenant: str) -> str:
 
 def service_inbox(service: str, instance: str) -> str:
     """The prefix of a service's own inbox: `_SVC.<service>.<instance>`."""
-ALL_KV = f"{PREFIX}.kv.*.*"
     return f"_SVC.{service}.{instance}"
 
 
