@@ -109,8 +109,9 @@ class Holdings(msgspec.Struct, frozen=True, array_like=True):
     held in the GPU tier.
 
     `incomplete` are workers whose story has holes. `trust` is the share (0 to 1) of what is said of a worker in this
-    namespace that should be expected to come true, holes in its story included; 1 if it is not named. `announced` says how many blocks of a worker's
-    depth are announced and not there yet. `replica` answered, having applied the event stream up to `stream_seq`."""
+    namespace that should be expected to come true, holes in its story included; 1 if it is not named. `announced` says
+    how many blocks of a worker's depth are announced and not there yet. `replica` answered, having applied the event
+    stream up to `stream_seq`."""
 
     v: int
     levels: list[Level]
