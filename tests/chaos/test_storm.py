@@ -19,6 +19,7 @@ import pytest
 from nats.aio.client import Client as Nats
 from support.cluster import MODEL, Cluster, ask, chat
 from support.storm import HANGS_AFTER_S
+from support.watch import Watch
 
 from prefixbus.bus.errors import PrefixbusError
 from prefixbus.client import Client
@@ -213,6 +214,7 @@ async def test_after_a_storm_of_everything_nothing_is_left(cluster: Cluster) -> 
         tenants = []
         for each in named:
             client = await stack.enter_async_context(await cluster.client(each.tenant, each.token))
+            await stack.enter_async_context(await Watch.beside(client))
             tenants.append(Tenant(each.tenant, each.token, client))
 
         async with asyncio.TaskGroup() as tasks:

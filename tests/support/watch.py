@@ -92,13 +92,14 @@ class Watch:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             # What was sent before is here once the server has answered.
             await self._bus.flush()
         finally:
             await self._bus.close()
-        assert not self.rules.broken, self.rules.broken[:5]
+        # What has failed before says more.
+        assert kind or not self.rules.broken, self.rules.broken[:5]
 
     def _hear(self, message: Msg) -> None:
         self.rules.heard(message.subject, message.headers or {})
