@@ -383,8 +383,8 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     coefficients by worker class, `prefill_model` those of the chosen one; `policy_digest` is of the policy's content.
     `rollout` says whether the policy was the `active` one or the `canary`; `shadow` what another would have done.
     `directory` is the replica that answered, `stream_seq` the last event it had applied (empty and 0: nobody did).
-    `segments` say where prompts differ (where each ends, in tokens, and 16 hex digits that stand for what is in it), and
-    can be compared within a tenant's scope alone."""
+    `segments` say where prompts differ (where each ends, in tokens, and 16 hex digits that stand for what is in it);
+    they can be compared within a tenant's scope alone."""
 
     v: int
     request_id: str

@@ -5,6 +5,7 @@
 Owns: the form of the record.   Must not know: NATS, clocks, prompts (a record holds no text, token or key)."""
 
 import hashlib
+import struct
 from typing import Any
 
 import msgspec
@@ -77,6 +78,9 @@ def build(
         stream_seq=shortlisted.stream_seq,
         code_version=code_version,
         shadow=shadow,
+        template_version=route.template_version,
+        tokenizer_revision=route.tokenizer_revision,
+        segments=_segments(route.segments),
         **decided(decision),
     )
 
@@ -137,6 +141,10 @@ def inputs(record: DecisionRecord) -> tuple[RequestShape, list[Candidate], Polic
     default = _model(record.prefill_model)
     candidates = [_input(one, models.get(one.worker_class, default)) for one in record.candidate_workers]
     return shape, candidates, msgspec.convert(record.policy_weights, Policy, strict=False), record.decided_at
+
+
+def _segments(packed: bytes) -> list[tuple[int, str]]:
+    return [(end, f"{digest:016x}") for end, digest in struct.iter_unpack("<IQ", packed)]
 
 
 def _model(figures: list[float]) -> PrefillModel:

@@ -39,7 +39,7 @@ from ..bus.errors import (
 from ..bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
 from ..bus.runtime import Runtime
 from ..bus.subjects import InferSubject
-from . import intake
+from . import digests, intake
 from .cancels import Turnstile
 from .classify import AnswerLengths, prefix_class
 from .memo import Memo
@@ -191,6 +191,7 @@ class Tokenizer:
         self._workshop = Workshop(self._memo, secrets.token_bytes(32), rt.clock)
         self._lengths = AnswerLengths()
         self._namespace_key = rt.purpose_key("namespace")
+        self._journal_key = rt.purpose_key("journal")
         self._space_of = functools.lru_cache(KNOWN_CALLERS)(self._new_space)
         self._parse_subject = functools.lru_cache(KNOWN_CALLERS)(subjects.parse_infer)
         self._no_router = f"{subjects.service_inbox(SERVICE, rt.instance)}.nr"
@@ -356,7 +357,7 @@ class Tokenizer:
         self._metrics.encoded.inc(prompt_tokens - tokens.memo_tokens)
         if tokens.covered:
             self._metrics.covered.inc()
-        space, ns_id = self._space_of(loaded.identity, subject.tenant, subject.scope, request.client_salt)
+        space, ns_id, family = self._space_of(loaded.identity, subject.tenant, subject.scope, request.client_salt)
         kind_of_prefix = prefix_class(request, envelope.prefix_class)
         job = Job(
             v=VERSION,
@@ -390,14 +391,18 @@ class Tokenizer:
             job=JOB.encode(job),
             kind=request.kind,
             created_at=in_hand.created_at,
+            template_version=space.template_version,
+            tokenizer_revision=space.tokenizer_revision,
+            segments=digests.segments(family, tokens.ids),
         )
         return ROUTE.encode(route)
 
     def _new_space(
         self, model: identity.ModelIdentity, tenant: str, scope: str, client_salt: str
-    ) -> tuple[namespace.Namespace, bytes]:
+    ) -> tuple[namespace.Namespace, bytes, bytes]:
+        """It, its id, and the key of its segments' digests."""
         space = model.namespace(tenant, scope, client_salt)
-        return space, namespace.ns_id(self._namespace_key, space)
+        return space, namespace.ns_id(self._namespace_key, space), digests.family(self._journal_key, space)
 
     def _hand_over(self, in_hand: _InHand, begun: _Begun, route: bytes | None) -> None:
         """:raises Cancelled: it was, while it was worked on.

@@ -28,6 +28,8 @@ def sample(kind: Any, name: str = "") -> Any:
         return kind(**{field.name: sample(field.type, field.name) for field in msgspec.structs.fields(kind)})
     if origin is list:
         return [sample(typing.get_args(kind)[0], name)]
+    if origin is tuple:
+        return tuple(sample(member, name) for member in typing.get_args(kind))
     if origin is dict:
         return {name: sample(typing.get_args(kind)[1], name)}
     if origin is not None:

@@ -22,7 +22,7 @@ from prefixbus.bus.connection import OVERSIZED_HEADERS
 from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
 from prefixbus.bus.runtime import Runtime
-from prefixbus.tokenizer import intake, render, service
+from prefixbus.tokenizer import digests, intake, render, service
 from prefixbus.tokenizer.cancels import PASSED_PER_TURN
 from prefixbus.tokenizer.model import TokenizerModel
 from prefixbus.tokenizer.segments import Segmenter
@@ -164,9 +164,10 @@ async def running(
     max_model_len: int = 2048,
 ) -> AsyncIterator[Stage]:
     (tmp_path / "creds").mkdir()
-    key = tmp_path / "creds" / "namespace.key"
-    key.write_text("07" * 32)
-    key.chmod(0o600)
+    for purpose in ("namespace", "journal"):
+        key = tmp_path / "creds" / f"{purpose}.key"
+        key.write_text("07" * 32)
+        key.chmod(0o600)
     section = ModelSection(
         tokenizer=str(models.tiny()), model_revision="sha256:w", block_size=16, max_model_len=max_model_len
     )
@@ -204,6 +205,8 @@ async def test_a_request_goes_to_the_router_with_all_that_is_needed(tmp_path: Pa
         assert route.ns_id == ns_id
         assert route.keys == blockkeys.chain(job.tokens, 16, namespace.seed(ns_id))
         assert route.prompt_tokens == len(job.tokens) // 4 > 64
+        assert route.segments == digests.segments(digests.family(bytes([7] * 32), space), job.tokens)
+        assert (route.template_version, route.tokenizer_revision) == (space.template_version, space.tokenizer_revision)
         assert (route.client_request_id, route.tenant, route.model, route.prefix_class) == (
             "mine",
             "acme",
