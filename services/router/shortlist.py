@@ -14,9 +14,9 @@ import heapq
 from typing import NamedTuple
 
 from ..bus.blockkeys import reusable_blocks
+from ..bus.home import home
 from ..bus.messages import Holdings, Route
 from .fleet import Available
-from .home import home
 from .learning import Learner
 from .policy import Candidate, Policy, Pull, RequestShape
 from .transfer import Links

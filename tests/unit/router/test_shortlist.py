@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixbus.bus.home import home
 from prefixbus.bus.messages import DECISION, DecisionRecord, Holdings, Level, Load, Outcome, Route
 from prefixbus.router import journal
 from prefixbus.router.cost import PROFILES
 from prefixbus.router.fleet import Available, Fleet, Surroundings, WorkerClass
-from prefixbus.router.home import home
 from prefixbus.router.learning import Learner
 from prefixbus.router.policy import SCHEMES, Decision, Policy, Pull, decide
 from prefixbus.router.shortlist import MAX_LEVELS, Shortlist, shortlist
