@@ -131,6 +131,9 @@ class BridgeSection(Section, frozen=True):
 
     # Requests given to the engine at once; beyond it dispatches are refused with the true queue.
     slots: _Positive = 256
+    # Uncached prompt tokens that the engine is given at once, or one request; the rest waits, fair between tenants. Two
+    # of vLLM's default steps keep the engine busy; more makes newcomers wait for what is there already.
+    prefill_window_tokens: _Positive = 16384
     heartbeat_s: _PositiveMs = 0.2
     keepalive_s: _PositiveMs = 1.0
     # Names machines that compute alike: they share one learned prefill model. PREFIXBUS_BRIDGE__WORKER_CLASS for one.

@@ -99,9 +99,8 @@ class Worker:
 
     def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
         now = self._timeline.now
-        reusable = reusable_blocks(arrival.prompt_tokens, self._block_size)
         keys = memoryview(arrival.keys).cast("Q").tolist()
-        held_blocks = len(self.core.pool.lookup(keys, min(reusable, len(keys))))
+        held_blocks = self._held_blocks(keys, arrival.prompt_tokens)
         offer = Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
@@ -114,6 +113,8 @@ class Worker:
             max_queue_ms=dispatch.max_queue_ms,
             accept_by_at=dispatch.accept_by_at,
             deadline_at=float("inf"),
+            uncached_tokens=arrival.prompt_tokens - held_blocks * self._block_size,
+            is_warm=dispatch.is_warm,
         )
         verdict = self.admission.offer(offer, now, now)
         accept = Accept(
@@ -142,19 +143,13 @@ class Worker:
             namespace=EngineNamespace(salt=arrival.tenant),
             now_ms=now * 1000,
         )
-        running = _Running(arrival, dispatch, ticket, request)
-        self._interrupt()
-        try:
-            self.core.add_request(request)
-        except DoesNotFit:
-            self.admission.end(ticket, now)
-            self._send_outcome(running, "error", "too_large")
-            return
-        self.admission.submitted(ticket)
-        self._running[dispatch.request_id] = running
+        running = self._running[dispatch.request_id] = _Running(arrival, dispatch, ticket, request)
+        if ticket.has_turn:
+            self._interrupt()
+            self._submit(running)
+            if not self._in_step:
+                self._go()
         self._load_changed()
-        if not self._in_step:
-            self._go()
 
     def hear_cancel(self, tenant: str, request_id: str) -> None:
         now = self._timeline.now
@@ -162,13 +157,37 @@ class Worker:
         running = self._running.get(request_id)
         if running is None:
             return
-        self._interrupt()
-        if not self.core.abort(running.request, now * 1000):
-            # Its last token is in the step under way.
-            return
+        if running.ticket.has_turn:
+            self._interrupt()
+            if not self.core.abort(running.request, now * 1000):
+                # Its last token is in the step under way.
+                return
         self._end(running, "cancelled", "cancelled")
-        if not self._in_step:
+        if not self._in_step and self._run_since is None:
             self._go()
+
+    def _held_blocks(self, keys: list[int], prompt_tokens: int) -> int:
+        reusable = reusable_blocks(prompt_tokens, self._block_size)
+        return len(self.core.pool.lookup(keys, min(reusable, len(keys))))
+
+    def _submit(self, running: _Running) -> None:
+        """The engine is between two steps, or in one that this one comes too late for."""
+        try:
+            self.core.add_request(running.request)
+        except DoesNotFit:
+            self._end(running, "error", "too_large")
+        else:
+            self.admission.submitted(running.ticket)
+
+    def _give_turns(self) -> None:
+        while (ticket := self.admission.next_up()) is not None:
+            running = self._running[ticket.request_id]
+            prompt_tokens = running.arrival.prompt_tokens
+            held_blocks = self._held_blocks(memoryview(running.arrival.keys).cast("Q").tolist(), prompt_tokens)
+            if not self.admission.give_turn(prompt_tokens - held_blocks * self._block_size, self._timeline.now):
+                return
+            self._interrupt()
+            self._submit(running)
 
     def hear_dump_request(self) -> None:
         runs: dict[bytes, list[int]] = {}
@@ -274,6 +293,7 @@ class Worker:
                 self._end(running, "ok", "")
         if result.first_tokens:
             self._load_changed()
+            self._give_turns()
         self._go()
 
     def _tell_blocks(self, result: StepResult) -> None:
@@ -303,6 +323,7 @@ class Worker:
         del self._running[running.dispatch.request_id]
         self._load_changed()
         self._send_outcome(running, status, error)
+        self._give_turns()
 
     def _send_outcome(self, running: _Running, status: str, error: str) -> None:
         now = self._timeline.now

@@ -1,7 +1,12 @@
 """The bridge's table of requests: who is let in, how much prefill work that is, and who is in what part of its life.
 
 A dispatch is started only if the queue is what the router thinks it is; a repeated one gets the answer that the first
-one got; a cancel may come before what it cancels.
+one got; a cancel may come before what it cancels. Who is let in may have to wait for his turn with the engine
+(waiting.py).
+
+The queue that is told is all prefill work ahead, the engine's and that of everybody who waits. A newcomer of a tenant
+that has little here will wait for less of it, since turns are fair between tenants. That is not told: how much less
+would depend on who comes after him, and a router that believed it would send more to a busy worker than it should.
 
 Owns: the life table, the queue's estimate, memory of answers and cancels (bounded in number and time).
 Must not know: NATS, the engine, what a request says.
@@ -15,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from ..bus.cancels import Cancels
+from .waiting import Waiting
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -22,6 +28,7 @@ V = TypeVar("V")
 
 class Phase(enum.Enum):
     ACCEPTED = "accepted"
+    """The engine does not have it yet."""
     PREFILLING = "prefilling"
     """The engine has it and has not answered yet."""
     STREAMING = "streaming"
@@ -68,6 +75,9 @@ CANCELLED = "cancelled"
 RUNNING = "running"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 
+# Two of the largest steps that engines take by default.
+PREFILL_WINDOW_TOKENS = 16384
+
 # Longer than a router goes on trying.
 ANSWERS_KEPT_S = 60.0
 ANSWERS_KEPT = 8192
@@ -76,7 +86,7 @@ _PREFILL_MAX_MS = 3_600_000.0
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dispatch asks for, in the terms of this table."""
+    """What a dispatch asks for, in the terms of this table. `uncached_tokens` of the prompt have no KV here."""
 
     request_id: str
     attempt: int
@@ -89,16 +99,20 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_ms: float
     accept_by_at: float
     deadline_at: float
+    uncached_tokens: int = 1
+    is_warm: bool = False
 
 
 class Ticket:
-    """A request that was let in. `head_at`: when all prefill work accepted before it was done."""
+    """A request that was let in. `has_turn`: it may go to the engine; `head_at`: when all prefill work that went there
+    before it was done."""
 
     __slots__ = (
         "accepted_at",
         "attempt",
         "client_request_id",
         "first_token_at",
+        "has_turn",
         "head_at",
         "held_blocks",
         "phase",
@@ -118,6 +132,7 @@ class Ticket:
         self.prefill_us = _microseconds(offer.prefill_ms)
         self.accepted_at = now
         self.phase = Phase.ACCEPTED
+        self.has_turn = False
         self.head_at: float | None = None
         self.first_token_at: float | None = None
 
@@ -158,12 +173,14 @@ _REFUSED_SINCE = {Left.ENDED: "", Left.GIVEN_BACK: GIVEN_BACK, Left.BROKEN: ALRE
 class Admission:
     """All of one worker's requests. `incarnation` 0 takes nothing."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, window_tokens: int = PREFILL_WINDOW_TOKENS) -> None:
         self.slots = slots
         self.incarnation = 0
         self.draining = False
         self._active: dict[str, Ticket] = {}
-        self._prefills: dict[str, Ticket] = {}
+        # Those whose turn has come and that have no first token, in that order.
+        self._begun: dict[str, Ticket] = {}
+        self._line = Waiting(window_tokens)
         self._queued_us = 0
         self._streaming = 0
         self._prompt_tokens = 0
@@ -183,7 +200,12 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Requests that do not."""
-        return len(self._prefills)
+        return len(self._begun) + len(self._line)
+
+    @property
+    def held_back(self) -> int:
+        """Those of them whose turn has not come."""
+        return len(self._line)
 
     @property
     def busy(self) -> bool:
@@ -199,11 +221,11 @@ class Admission:
 
     def queue_ms(self, now: float) -> float:
         """Prefill work ahead of a newcomer: all estimates, the first one's less the time it has had (never below 0)."""
-        for head in self._prefills.values():
+        for head in self._begun.values():
             began = head.head_at if head.head_at is not None else now
             had_us = min(head.prefill_us, max(0, int((now - began) * 1e6)))
             return (self._queued_us - had_us) / 1000
-        return 0.0
+        return self._queued_us / 1000
 
     # --- what happens ---
 
@@ -225,12 +247,24 @@ class Admission:
             return Verdict(refused, queue_ms, offer.held_blocks)
         ticket = Ticket(offer, now)
         self._active[ticket.request_id] = ticket
-        if not self._prefills:
-            ticket.head_at = now
-        self._prefills[ticket.request_id] = ticket
         self._queued_us += ticket.prefill_us
         self._prompt_tokens += ticket.prompt_tokens
+        if self._line.come(ticket.request_id, offer.tenant, offer.is_warm, offer.uncached_tokens):
+            self._give_turn(ticket, now)
         return Verdict("", queue_ms, offer.held_blocks, ticket, earlier)
+
+    def next_up(self) -> Ticket | None:
+        """Whose turn it is once there is room, if somebody waits."""
+        request_id = self._line.next_up()
+        return None if request_id is None else self._active[request_id]
+
+    def give_turn(self, uncached_tokens: int, now: float) -> bool:
+        """`next_up` may go to the engine, with the tokens that have no KV by now; False if there is no room yet."""
+        ticket = self.next_up()
+        if ticket is None or not self._line.begin_next(uncached_tokens):
+            return False
+        self._give_turn(ticket, now)
+        return True
 
     def submitted(self, ticket: Ticket) -> None:
         self._move(ticket, Event.SUBMIT)
@@ -333,10 +367,17 @@ class Admission:
     def _move(self, ticket: Ticket, event: Event) -> None:
         ticket.phase = LIFE[ticket.phase, event]
 
+    def _give_turn(self, ticket: Ticket, now: float) -> None:
+        ticket.has_turn = True
+        if not self._begun:
+            ticket.head_at = now
+        self._begun[ticket.request_id] = ticket
+
     def _leave_queue(self, ticket: Ticket, now: float) -> None:
-        del self._prefills[ticket.request_id]
+        self._line.left(ticket.request_id)
+        self._begun.pop(ticket.request_id, None)
         self._queued_us -= ticket.prefill_us
-        for head in self._prefills.values():
+        for head in self._begun.values():
             if head.head_at is None:
                 head.head_at = now
             break

@@ -27,7 +27,7 @@ from .heartbeat import Heartbeat, is_urgent
 from .kv_feed import KvFeeds
 from .life import Life, WorkerRecord, reply_of
 from .metrics import BridgeMetrics
-from .stream import SERVICE, Started, Streams, Told
+from .stream import SERVICE, Started, Streams, Told, held_of_prompt
 from .vetting import Refusal, vet
 from .vllm_events import Endpoints
 
@@ -85,7 +85,7 @@ class Bridge:
         self._work: Subscription | None = None
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
-        self.admission = Admission(config.bridge.slots)
+        self.admission = Admission(config.bridge.slots, config.bridge.prefill_window_tokens)
         self._feed = KvFeeds(rt.bus, self._worker, self.index, config.directory.shards)
         record = WorkerRecord(
             v=VERSION,
@@ -256,6 +256,7 @@ class Bridge:
             return
         if not told:
             self.admission.end(verdict.start, now, Left.GIVEN_BACK)
+            self.streams.give_turns()
             return
         if len(self._accepted) < _ACCEPTED_MAX:
             self._accepted.append(dispatch.request_id)
@@ -274,7 +275,7 @@ class Bridge:
 
     def _offer(self, dispatch: Dispatch, job: Job, keys: bytes) -> Offer:
         prompt_tokens = len(job.tokens) // 4
-        reusable = blockkeys.reusable_blocks(prompt_tokens, self._section.block_size)
+        held_blocks = held_of_prompt(self.index, dispatch.ns_id, keys, prompt_tokens)
         return Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
@@ -283,10 +284,12 @@ class Bridge:
             incarnation=dispatch.incarnation,
             prefill_ms=dispatch.prefill_ms,
             prompt_tokens=prompt_tokens,
-            held_blocks=self.index.held(dispatch.ns_id, keys[: 8 * reusable]),
+            held_blocks=held_blocks,
             max_queue_ms=dispatch.max_queue_ms,
             accept_by_at=dispatch.accept_by_at,
             deadline_at=job.deadline_at,
+            uncached_tokens=prompt_tokens - held_blocks * self._section.block_size,
+            is_warm=dispatch.is_warm,
         )
 
     def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:
@@ -414,6 +417,7 @@ class Bridge:
             {
                 "running": ("Requests that have their first token.", lambda: admission.running),
                 "waiting": ("Accepted requests that do not.", lambda: admission.waiting),
+                "held_back": ("Those whose turn with the engine has not come.", lambda: admission.held_back),
                 "attempts": ("Attempts that have not ended.", lambda: self.streams.in_work),
                 "prompt_tokens": ("Prompt tokens of all accepted requests.", lambda: admission.prompt_tokens),
                 "queue_ms": ("Prefill work ahead of a newcomer.", lambda: admission.queue_ms(rt.clock.now())),

@@ -35,7 +35,7 @@ import anyio
 import anyio.abc
 import msgspec
 
-from ..bus import frames, namespace, subjects
+from ..bus import blockkeys, frames, namespace, subjects
 from ..bus.clock import Clock
 from ..bus.connection import Bus
 from ..bus.errors import (
@@ -226,10 +226,19 @@ class Streams:
         """Whether the bus was lost so lately that clients may not be back."""
         return self.back_for_s() < _CLIENTS_BACK_S
 
+    def give_turns(self) -> None:
+        """Lets those go to the engine for whom there is room; to be called when room may have been made."""
+        while (ticket := self.admission.next_up()) is not None:
+            attempt = self._attempts[_name(ticket.request_id, ticket.attempt)]
+            if not self.admission.give_turn(attempt.uncached_tokens(), self.clock.now()):
+                return
+            attempt.turn.set()
+
     def left(self, attempt: "Attempt", how: Left) -> None:
         """The attempt is over: off the books."""
         if attempt.ticket.phase is not Phase.ENDED:
             self.admission.end(attempt.ticket, self.clock.now(), how)
+        self.give_turns()
         self.load_changed()
 
     def concluded(self, attempt: "Attempt") -> None:
@@ -295,6 +304,7 @@ class Attempt:
         self._stopped: PrefixbusError | None = None
         self._told = Told.ALL
         self._over = False
+        self.turn = asyncio.Event()
         self._recorded = asyncio.Event()
         self._not_recorded = False
         self._claim = Claim(streams.acks, streams.clock, job, self.ticket.attempt, streams.worker)
@@ -335,6 +345,12 @@ class Attempt:
             await self._conclude(error)
         finally:
             self._streams.concluded(self)
+
+    def uncached_tokens(self) -> int:
+        """Of its prompt, by now: others may have computed what it shares with them."""
+        index, prompt_tokens = self._streams.index, self.ticket.prompt_tokens
+        held_blocks = held_of_prompt(index, self.ns_id, self._started.keys, prompt_tokens)
+        return prompt_tokens - held_blocks * index.block_size
 
     async def keep_alive(self, now: float) -> None:
         """Breaks a silence, and asks the server whether anybody listens."""
@@ -383,6 +399,8 @@ class Attempt:
             salt=namespace.salt(streams.salt_key, self.ns_id),
             traceparent=job.traceparent,
         )
+        if not self.ticket.has_turn:
+            await self.turn.wait()
         streams.admission.submitted(self.ticket)
         async with streams.engine.generate(request) as progress:
             async for step in progress:
@@ -408,6 +426,7 @@ class Attempt:
         """All that comes before the first frame."""
         streams = self._streams
         streams.admission.first_token(self.ticket, streams.clock.now())
+        streams.give_turns()
         streams.load_changed()
         if not streams.cold.is_cold(self.ns_id, self.name):
             await self._recorded.wait()
@@ -658,6 +677,11 @@ class Attempt:
             ended_at=streams.clock.wall(),
             traceparent=self._job.traceparent,
         )
+
+
+def held_of_prompt(index: BlockIndex, ns_id: bytes, keys: bytes, prompt_tokens: int) -> int:
+    """How many blocks of a prompt the engine could take from its cache now; `keys` are those of all its full blocks."""
+    return index.held(ns_id, keys[: 8 * blockkeys.reusable_blocks(prompt_tokens, index.block_size)])
 
 
 def _name(request_id: str, attempt: int) -> str:

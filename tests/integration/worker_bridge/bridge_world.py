@@ -414,12 +414,14 @@ async def world(
     start: bool = True,
     ipc: bool = False,
     without_stream: str = "",
+    bridge: dict[str, Any] | None = None,
 ) -> AsyncIterator[World]:
     process = EngineProcess(path, ipc=ipc)
     async with NatsServer(path, workers=[WORKER]) as server:
         settings = msgspec.convert(
             {
                 "nats": {"url": server.url},
+                "bridge": bridge or {},
                 "models": {
                     MODEL: {
                         "tokenizer": str(models.tiny()),

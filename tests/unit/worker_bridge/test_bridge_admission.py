@@ -31,8 +31,8 @@ def offer(request_id: str = "r1", attempt: int = 1, **changes: Any) -> Offer:
     return Offer(request_id=request_id, attempt=attempt, **fields | changes)
 
 
-def table(slots: int = 4) -> Admission:
-    made = Admission(slots)
+def table(slots: int = 4, window_tokens: int = 1000) -> Admission:
+    made = Admission(slots, window_tokens)
     made.incarnation = 7
     return made
 
@@ -112,6 +112,32 @@ def test_only_the_first_prefill_shrinks_as_time_passes() -> None:
     assert made.queue_ms(9.0) == 60.0
     assert made.queue_ms(9.05) == 10.0
     assert made.queue_ms(99.0) == 0.0
+
+
+def test_what_waits_for_its_turn_is_queued_all_the_same_and_stands_still() -> None:
+    made = table(window_tokens=100)
+    first = let_in(made, offer("r1", prefill_ms=100.0, uncached_tokens=100))
+    second = let_in(made, offer("r2", prefill_ms=60.0, uncached_tokens=100))
+
+    assert (first.has_turn, second.has_turn) == (True, False)
+    assert (made.waiting, made.held_back) == (2, 1)
+    assert (made.queue_ms(0.0), made.queue_ms(9.0)) == (160.0, 60.0)
+    assert made.next_up() is second and not made.give_turn(100, 9.0)
+
+    made.end(first, 9.0)
+    assert made.queue_ms(9.0) == 60.0
+    assert made.give_turn(100, 9.0) and second.has_turn
+    assert (made.queue_ms(9.0), made.queue_ms(9.05)) == (60.0, 10.0)
+
+
+def test_who_ends_while_it_waits_leaves_nothing() -> None:
+    made = table(window_tokens=1)
+    first, second = let_in(made, offer("r1")), let_in(made, offer("r2"))
+
+    made.end(second, 1.0, Left.GIVEN_BACK)
+    made.end(first, 1.0)
+
+    assert (made.held_back, made.waiting, made.queue_ms(1.0), made.next_up()) == (0, 0, 0.0, None)
 
 
 def test_the_wait_for_others_prefills_is_told_apart() -> None:
@@ -311,7 +337,7 @@ class LoadNeverDrifts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = table(slots=5)
+        self.table = table(slots=5, window_tokens=100)
         self.here: dict[str, Ticket] = {}
         self.now = 0.0
 
@@ -320,11 +346,30 @@ class LoadNeverDrifts(RuleBasedStateMachine):
         attempt=st.integers(1, 4),
         prefill_ms=st.floats(0, 500),
         max_queue_ms=st.sampled_from([0.0, 300.0, math.inf]),
+        tokens=st.integers(1, 120),
+        is_warm=st.booleans(),
         passed=st.floats(0, 30),
     )
-    def dispatch_comes(self, request: str, attempt: int, prefill_ms: float, max_queue_ms: float, passed: float) -> None:
+    def dispatch_comes(
+        self,
+        request: str,
+        attempt: int,
+        prefill_ms: float,
+        max_queue_ms: float,
+        tokens: int,
+        is_warm: bool,
+        passed: float,
+    ) -> None:
         self.now += passed
-        asked = offer(request, attempt, prefill_ms=prefill_ms, max_queue_ms=max_queue_ms)
+        asked = offer(
+            request,
+            attempt,
+            tenant="acme" if request < "d" else "umbrella",
+            prefill_ms=prefill_ms,
+            max_queue_ms=max_queue_ms,
+            uncached_tokens=tokens,
+            is_warm=is_warm,
+        )
         verdict = self.table.offer(asked, self.now, WALL)
         if verdict.stop is not None:
             assert self.here.pop(request) is verdict.stop
@@ -336,7 +381,10 @@ class LoadNeverDrifts(RuleBasedStateMachine):
     @rule(data=st.data(), left=st.sampled_from(Left))
     def request_moves_on(self, data: st.DataObject, left: Left) -> None:
         ticket = self.here[data.draw(st.sampled_from(sorted(self.here)))]
-        event = data.draw(st.sampled_from([event for event in Event if (ticket.phase, event) in LIFE]))
+        may_be = [event for event in Event if (ticket.phase, event) in LIFE]
+        if not ticket.has_turn:
+            may_be.remove(Event.SUBMIT)
+        event = data.draw(st.sampled_from(may_be))
         match event:
             case Event.SUBMIT:
                 self.table.submitted(ticket)
@@ -345,6 +393,13 @@ class LoadNeverDrifts(RuleBasedStateMachine):
             case Event.END:
                 self.table.end(ticket, self.now, left)
                 del self.here[ticket.request_id]
+
+    @precondition(lambda self: self.table.next_up())
+    @rule(tokens=st.integers(1, 120))
+    def turn_comes(self, tokens: int) -> None:
+        ticket = self.table.next_up()
+        assert ticket is not None and not ticket.has_turn
+        assert self.table.give_turn(tokens, self.now) == ticket.has_turn
 
     @rule(request=st.sampled_from("abcdefg"), attempt=st.integers(1, 4))
     def router_stops(self, request: str, attempt: int) -> None:
@@ -356,6 +411,8 @@ class LoadNeverDrifts(RuleBasedStateMachine):
         streaming = [ticket for ticket in self.here.values() if ticket.phase is Phase.STREAMING]
         assert self.table.running == len(streaming)
         assert self.table.waiting == len(self.here) - len(streaming)
+        assert self.table.held_back == sum(not ticket.has_turn for ticket in self.here.values())
+        assert (self.table.next_up() is None) == (self.table.held_back == 0)
         assert self.table.prompt_tokens == sum(ticket.prompt_tokens for ticket in self.here.values())
         waiting_us = sum(ticket.prefill_us for ticket in self.here.values() if ticket.phase is not Phase.STREAMING)
         assert 0.0 <= self.table.queue_ms(self.now) <= waiting_us / 1000
