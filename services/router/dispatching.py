@@ -353,8 +353,8 @@ class Request:
     def hear_outcome(self, outcome: Outcome) -> Effects:
         if not self.attempts.ended:
             self._code = outcome.error if outcome.status != "ok" else ""
-            metrics = self._desk.metrics
         if outcome.attempt == self.attempts.attempt:
+            metrics = self._desk.metrics
             if outcome.queue_wait_ms is not None and self._decision is not None:
                 metrics.queue_wait_ms.labels(self._decision.name).observe(outcome.queue_wait_ms)
             if outcome.cached_tokens is not None:
