@@ -4,11 +4,12 @@ Owns: what ties index, ledger, predictions, trust and shedding together, and wha
 Must not know: NATS, subjects, which shard it is, how an effect is carried out.
 Units: `now` in seconds on the caller's monotonic clock, `wall` in Unix seconds."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..bus.messages import (
-    GPU,
     TIERS,
     VERSION,
     Dispatched,
@@ -20,7 +21,7 @@ from ..bus.messages import (
     Outcome,
 )
 from .index import Index, Levels, Slots, depth_in
-from .ledger import NO_EFFECTS, Effect, Ledger, Rules
+from .ledger import NO_EFFECTS, Effect, Ledger, Rules, WorkerView
 from .predictions import Predictions
 from .shedding import Bounds, Shedding
 from .trust import Ages, Trust, TrustRules
@@ -69,12 +70,17 @@ class Shard:
         """Unknown and foreign namespaces get the same empty answer."""
         levels = self.predictions.lookup(self.index, asked.ns_id, asked.keys)
         self.shedding.looked_up(asked.ns_id, levels[0][0] if levels else 0, now)
-        named = self._named(levels)
+        named = [
+            Level(depth, workers, TIERS[tier])
+            for depth, mask in levels
+            for tier, workers in enumerate(self.ledger.holders(mask))
+            if workers
+        ]
         return Holdings(
             VERSION,
             named,
             self.ledger.incomplete(),
-            self._trust(asked.ns_id, named, now) if named else {},
+            self._trust(asked.ns_id, levels, now),
             announced=self._announced(asked, levels),
         )
 
@@ -152,37 +158,31 @@ class Shard:
 
     # --- what a look-up says ---
 
-    def _named(self, levels: Levels) -> list[Level]:
-        named = []
-        for depth, mask in levels:
-            workers: list[list[str]] = [[] for _ in TIERS]
-            while mask:
-                low = mask & -mask
-                holder = self.ledger.holder_at(low.bit_length() - 1)
-                if holder is not None:
-                    workers[holder.tier].append(holder.worker)
-                mask ^= low
-            named += [Level(depth, names, TIERS[tier]) for tier, names in enumerate(workers) if names]
-        return named
-
-    def _trust(self, ns_id: bytes, named: list[Level], now: float) -> dict[str, float]:
-        """Of the named workers, those that should be believed less."""
+    def _trust(self, ns_id: bytes, levels: Levels, now: float) -> dict[str, float]:
+        """Of the workers in these levels, those that should be believed less."""
         rules = self.trust.rules
-        trust = dict.fromkeys(self.ledger.incomplete(), rules.incomplete)
+        seen = functools.reduce(operator.or_, (mask for _, mask in levels), 0)
+        trust: dict[str, float] = {}
+        for worker in self.ledger.incomplete():
+            if self._is_in(seen, self.ledger.view(worker)):
+                trust[worker] = rules.incomplete
         for doubt in self.trust.doubts(ns_id, now):
             view = self.ledger.view(doubt.worker)
-            if view is not None and view.incarnation == doubt.incarnation:
+            if view is not None and view.incarnation == doubt.incarnation and self._is_in(seen, view):
                 trust[doubt.worker] = trust.get(doubt.worker, 1.0) * doubt.trust
         for slot in self.ages.marked(ns_id):
             touched_at, holder = self.index.touched_at(ns_id, slot), self.ledger.holder_at(slot)
             if touched_at is None or now - touched_at < rules.fresh_s:
                 self.ages.clear(ns_id, slot)
-            elif holder is not None and holder.tier == GPU:
+            elif holder is not None and seen >> slot & 1:
                 trust[holder.worker] = trust.get(holder.worker, 1.0) * self.ages.trust(now - touched_at)
-        if not trust:
-            return trust
-        present = {worker for level in named for worker in level.workers}
-        return {worker: max(rules.floor, share) for worker, share in trust.items() if worker in present}
+        return {worker: max(rules.floor, share) for worker, share in trust.items()}
+
+    @staticmethod
+    def _is_in(mask: int, view: WorkerView | None) -> bool:
+        """Whether one of the worker's slots is."""
+        slots = (view.slot, view.host_slot) if view is not None else ()
+        return any(slot is not None and mask >> slot & 1 for slot in slots)
 
     def _announced(self, asked: Lookup, levels: Levels) -> dict[str, int]:
         """Of each worker, how many blocks of its GPU depth are not there yet."""

@@ -13,6 +13,8 @@ from bench import decide_bench, engine_bench, index_bench, path_bench, recovery_
 BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     "index_lookup": [index_bench.bench_index_lookup],
     "index_apply": [index_bench.bench_index_apply],
+    "index_growth": [index_bench.bench_index_growth],
+    "shard_lookup": [index_bench.bench_shard_lookup],
     "decide": [lambda: decide_bench.bench_decide(64), lambda: decide_bench.bench_decide(256)],
     "replay": [replay_bench.bench_replay],
     "key_chain": [tokenize_bench.bench_key_chain],

@@ -348,6 +348,9 @@ class LedgerConvergesToTheTruth(RuleBasedStateMachine):
         mine |= {view.host_slot: Holder(view.worker, HOST) for view in views}
         assert self.slots.visible == sum(1 << slot for slot in mine if slot is not None)
         assert all(self.ledger.holder_at(slot) == mine.get(slot) for slot in range(self.slots.width))
+        on_gpu, on_host = self.ledger.holders((1 << self.slots.width) - 1)
+        assert sorted(on_gpu) == sorted(view.worker for view in views if view.slot is not None)
+        assert sorted(on_host) == sorted(view.worker for view in views if view.host_slot is not None)
 
     @invariant()
     def no_chain_is_seen_beyond_a_quarantined_parent(self) -> None:
