@@ -244,6 +244,38 @@ async def test_nothing_published_while_cut_off_is_delivered_later(server: NatsSe
     await eventually(lambda: heard == [b"now"], f"only the new one is heard: {heard}")
 
 
+async def test_what_waited_to_be_written_when_the_server_died_is_not_delivered_later(server: NatsServer) -> None:
+    """nats-py keeps it, and would write it to the next server: a heartbeat that is old by then."""
+    router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await router.subscribe(subjects.ALL_LOAD, hear)
+    await router.flush()
+    server.pause()
+
+    def stays_here() -> bool:
+        """A server that reads nothing: once the sockets are full, what is sent waits with the client."""
+        waits = bridge.client._pending_data_size > 0
+        bridge.send(W1_LOAD, bytes(1024 * 1024))
+        return waits
+
+    await eventually(stays_here, "nothing more is written")
+    bridge.send(W1_LOAD, b"late")
+    server.kill()
+    await eventually(lambda: not bridge.connected, "the bridge notices")
+
+    server.start_again()
+
+    await eventually(lambda: router.connected and bridge.connected, "both are connected again")
+    await router.flush()
+    await bridge.publish(W1_LOAD, b"now")
+    await eventually(lambda: b"now" in heard, "the new one is heard")
+    assert heard == [b"now"]
+
+
 async def test_a_client_that_nats_py_closed_for_good_is_made_anew_with_its_subscriptions(server: NatsServer) -> None:
     router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
     heard: list[bytes] = []
