@@ -335,24 +335,50 @@ def send(
 
 @app.command()
 def policy(
-    name: Annotated[str, typer.Argument(help="round-robin or prefix-aware; without it, shows what is in force.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="round-robin, prefix-aware, or a JSON file with weights; without it, shows what is in force.",
+        ),
+    ] = "",
     state: State = DEFAULT_STATE,
+    canary: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Let it decide this share of the requests (0 to 1).")
+    ] = None,
+    prefix_class: Annotated[
+        str, typer.Option("--class", help="With --canary: of one class only (system, document, session, rag).")
+    ] = "",
+    shadow: Annotated[bool, typer.Option("--shadow", help="Only record what it would decide.")] = False,
+    clear: Annotated[str, typer.Option(help="Take the canary or the shadow away; active: back to the config's.")] = "",
 ) -> None:
-    """Show the routing policy of the running cluster, or switch it without a restart."""
+    """Show the routing policy of the running cluster, switch it, or try another beside it, without a restart."""
     from .cluster import control, deployment
-    from .router.policy import SCHEMES
+    from .router.rollout import ROLES
 
-    if name and name not in SCHEMES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(SCHEMES)}.", param_hint="NAME")
+    if (bool(name) and bool(clear)) or (not name and (shadow or canary is not None)):
+        raise typer.BadParameter("A policy, or --clear, is wanted.", param_hint="NAME")
+    if (shadow and canary is not None) or (prefix_class and canary is None):
+        raise typer.BadParameter("It goes with --canary alone.", param_hint="--class" if prefix_class else "--shadow")
+    if clear and clear not in ROLES:
+        raise typer.BadParameter(f"{clear!r} is not one of {', '.join(ROLES)}.", param_hint="--clear")
+    wanted = clear or ("shadow" if shadow else "active" if canary is None else "canary")
+    role = next(one for one in ROLES if one == wanted)
+    record = control.policy_record(name, role, share=canary or 0.0, prefix_class=prefix_class) if name else b""
     url = deployment.read_cluster(state).nats_url
 
-    async def switch(operator: "Bus") -> str:
-        return f"{name} is policy revision {await control.set_policy(operator, name)}"
+    async def change(operator: "Bus") -> str:
+        if clear:
+            return f"{clear} is cleared: policy revision {await control.clear_policy(operator, role)}"
+        revision = await control.put_policy(operator, role, record)
+        return f"{name} is {'' if role == 'active' else f'{role} '}policy revision {revision}"
 
-    if name:
-        _say(asyncio.run(_as_operator(state, url, switch)))
-    else:
-        typer.echo(asyncio.run(_policy_in_force(state, url)).sentence())
+    if name or clear:
+        _say(asyncio.run(_as_operator(state, url, change)))
+        return
+    typer.echo(asyncio.run(_policy_in_force(state, url)).sentence())
+    for line in asyncio.run(_as_operator(state, url, control.beside_the_policy)):
+        typer.echo(line)
 
 
 @app.command()

@@ -5,6 +5,7 @@ Must not know: terminals."""
 
 import asyncio
 import json
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -16,16 +17,59 @@ from ..bus import messages, subjects
 from ..bus.connection import Bus
 from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
 from ..router import policy
+from ..router.rollout import Role, Rollout, changed
 
-POLICY_KEY = f"$KV.{subjects.BUCKET_POLICIES}.active"
+_POLICIES = f"$KV.{subjects.BUCKET_POLICIES}"
 _WAIT_S = 10.0
+_NOTHING = Rollout(policy.Policy())
 
 
 async def set_policy(operator: Bus, name: str) -> int:
     """Makes `name` the routers' policy, without a restart; the revision it got. Returns when it is stored.
 
     :raises BusUnavailable: not acknowledged."""
-    return await operator.publish_acked(POLICY_KEY, json.dumps({"name": name}).encode())
+    return await put_policy(operator, "active", json.dumps({"name": name}).encode())
+
+
+async def put_policy(operator: Bus, role: Role, record: bytes) -> int:
+    """Makes this record the routers' active policy, canary or shadow, without a restart; the revision it got.
+
+    :raises BusUnavailable: not acknowledged."""
+    return await operator.publish_acked(f"{_POLICIES}.{role}", record)
+
+
+async def clear_policy(operator: Bus, role: Role) -> int:
+    """Takes the canary or the shadow away; of the active policy, returns to the config's.
+
+    :raises BusUnavailable: not acknowledged."""
+    return await operator.publish_acked(f"{_POLICIES}.{role}", b"", headers={"KV-Operation": "DEL"})
+
+
+def policy_record(name: str, role: Role, *, share: float = 0.0, prefix_class: str = "") -> bytes:
+    """What to put for a policy of this name, or with the weights in the JSON file of this name.
+
+    :raises ConfigInvalid: there is neither, or the routers would refuse it."""
+    weights: object = {"name": name}
+    if name not in policy.SCHEMES and Path(name).is_file():
+        weights = msgspec.Raw(policy_file(Path(name)))
+    content = {
+        "active": weights,
+        "canary": {"policy": weights, "share": share, "prefix_class": prefix_class},
+        "shadow": {"policy": weights},
+    }
+    record = msgspec.json.encode(content[role])
+    changed(_NOTHING, role, record, _NOTHING.active)
+    return record
+
+
+def policy_file(path: Path) -> bytes:
+    """:raises ConfigInvalid: it cannot be read, or is no policy."""
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise ConfigInvalid(str(exc), field=path.name, remedy="Name a JSON file with a policy's weights.") from exc
+    policy.parse(data)
+    return data
 
 
 class PolicyInForce(msgspec.Struct, frozen=True):
@@ -46,17 +90,45 @@ class PolicyInForce(msgspec.Struct, frozen=True):
 
 async def policy_in_force(operator: Bus, configured: str) -> PolicyInForce:
     """What the bucket holds, else `configured`. :raises BusUnavailable: JetStream did not answer."""
-    default = PolicyInForce(configured, policy.Policy().version, 0)
+    last = await _last(operator, "active")
+    return PolicyInForce(configured, policy.Policy().version, 0) if last is None else read_policy(*last)
+
+
+async def beside_the_policy(operator: Bus) -> list[str]:
+    """A line for the canary and one for the shadow, where there are such.
+
+    :raises BusUnavailable: JetStream did not answer."""
+    lines = []
+    roles: tuple[Role, ...] = ("canary", "shadow")
+    for role in roles:
+        last = await _last(operator, role)
+        if last is not None:
+            lines.append(f"{role}: {read_beside(role, *last)}")
+    return lines
+
+
+def read_beside(role: Role, data: bytes, revision: int) -> str:
+    """What the routers make of a canary's or a shadow's record."""
     try:
-        last = await operator.jetstream.get_last_msg(subjects.STREAM_POLICIES, POLICY_KEY)
+        found = changed(_NOTHING, role, data, _NOTHING.active)
+    except ConfigInvalid as exc:
+        return f"revision {revision} is refused by the routers, which keep the one before: {exc.sentence()}"
+    what = found.shadow.policy.label if found.shadow is not None else str(found.canary)
+    return f"{what} (revision {revision})"
+
+
+async def _last(operator: Bus, role: Role) -> tuple[bytes, int] | None:
+    """The record and its revision; None if there is none, or it was deleted."""
+    try:
+        last = await operator.jetstream.get_last_msg(subjects.STREAM_POLICIES, f"{_POLICIES}.{role}")
     except NotFoundError:
-        return default
+        return None
     except (APIError, nats.errors.Error, TimeoutError) as exc:
         raise BusUnavailable(f"bucket {subjects.BUCKET_POLICIES}: {exc or type(exc).__name__}") from exc
     if last.headers and last.headers.get("KV-Operation"):
-        # It was deleted: routers take the configured one then.
-        return default
-    return read_policy(last.data or b"", last.seq or 0)
+        # Routers take what was configured then.
+        return None
+    return last.data or b"", last.seq or 0
 
 
 def read_policy(data: bytes, revision: int) -> PolicyInForce:

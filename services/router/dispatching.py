@@ -48,6 +48,7 @@ from ..bus.messages import (
     Lookup,
     Outcome,
     Route,
+    ShadowRecord,
 )
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
@@ -58,7 +59,8 @@ from .learning import Learner
 from .metrics import Metrics, WorkerGauges
 from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
-from .shortlist import shortlist
+from .rollout import Rollout
+from .shortlist import Shortlist, shortlist
 from .traffic import Traffic
 
 # Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches, aborts and questions.
@@ -113,7 +115,8 @@ class Desk:
         self.cancels = Cancels()
         # By shard of the directory: one that hangs says nothing about another.
         self.patience = [Patience() for _ in range(rt.config.directory.shards)]
-        self.policy: Policy = policy.known(Policy(name=rt.config.policy.name))
+        self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
+        self.rollout = Rollout(self.configured)
         self.metrics = Metrics(rt.registry)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
         self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
@@ -470,37 +473,57 @@ class Request:
             why = _why_nobody(survey, route.model)
             is_one_late = any(life not in attempts.avoid for life in survey.late)
             return attempts.nobody_now(why, now) if is_one_late else attempts.nobody(why)
-        current = desk.policy
-        shortlisted = shortlist(
-            route,
-            available,
-            self._holdings,
-            self._shared_blocks,
-            desk.learner,
-            current,
-            now,
-            whole_fleet=SCHEMES[current.name].whole_fleet,
-            ordinal=next(desk.ordinals),
-            has_waited=attempts.has_waited,
-        )
-        self._decision = decision = policy.decide(shortlisted.shape, shortlisted.candidates, current, wall)
+        acting, role = desk.rollout.acting(route.request_id, route.prefix_class)
+        ordinal = next(desk.ordinals)
+        shortlisted, decision = self._decide(acting, available, ordinal, now, wall)
+        self._decision = decision
         effects = attempts.decided(decision.worker, _incarnation(available, decision.worker))
         desk.metrics.decide_us.observe((desk.clock.now() - now) * 1e6)
         record = journal.build(
             route,
             decision,
             shortlisted,
-            current,
+            acting,
             attempt=attempts.attempt,
             router=desk.rt.instance,
             excluded=survey.excluded | {worker: "tried" for worker, _ in attempts.avoid},
             key=desk.journal_key,
             code_version=__version__,
+            rollout=role,
+            shadow=self._look_on(decision, available, ordinal, now, wall),
         )
         desk.records.put(
             subjects.journal(route.request_id), DECISION.encode(record), f"{route.request_id}.{attempts.attempt}"
         )
         return effects
+
+    def _decide(
+        self, by: Policy, available: list[Available], ordinal: int, now: float, wall: float
+    ) -> tuple[Shortlist, Decision]:
+        shortlisted = shortlist(
+            self._route,
+            available,
+            self._holdings,
+            self._shared_blocks,
+            self._desk.learner,
+            by,
+            now,
+            whole_fleet=SCHEMES[by.name].whole_fleet,
+            ordinal=ordinal,
+            has_waited=self.attempts.has_waited,
+        )
+        return shortlisted, policy.decide(shortlisted.shape, shortlisted.candidates, by, wall)
+
+    def _look_on(
+        self, decision: Decision, available: list[Available], ordinal: int, now: float, wall: float
+    ) -> ShadowRecord | None:
+        """What the shadow policy, if there is one, would have decided with the same knowledge."""
+        shadow = self._desk.rollout.shadow
+        if shadow is None:
+            return None
+        _, other = self._decide(shadow.policy, available, ordinal, now, wall)
+        self._desk.metrics.shadow_decisions.labels("agrees" if other.worker == decision.worker else "differs").inc()
+        return journal.shadow(shadow.policy, other)
 
     def _wait(self) -> None:
         """The desk looks around; past the bound the request does so itself."""

@@ -58,7 +58,7 @@ def build(
         prefix_class=route.prefix_class,
         prefix_key=prefix_key(key, route.ns_id, route.keys, shortlisted.held_blocks),
         prompt_tokens=route.prompt_tokens,
-        policy=label(policy),
+        policy=policy.label,
         excluded=excluded,
         output_tokens=shape.output_tokens,
         block_size=shape.block_size,
@@ -85,11 +85,6 @@ def build(
     )
 
 
-def label(policy: Policy) -> str:
-    """What decisions and metrics call it; whoever changes its weights gives it another version."""
-    return f"{policy.name}/{policy.version}"
-
-
 def digest(policy: Policy) -> str:
     """16 hex digits that name the policy's content, whatever its version says."""
     content = msgspec.json.encode(policy, order="sorted")
@@ -99,7 +94,7 @@ def digest(policy: Policy) -> str:
 def shadow(policy: Policy, decision: Decision) -> ShadowRecord:
     """The record of a decision that was not acted on."""
     return ShadowRecord(
-        policy=label(policy),
+        policy=policy.label,
         policy_digest=digest(policy),
         selected_worker=decision.worker,
         decision=decision.name,

@@ -126,7 +126,15 @@ class Metrics:
             "prefixbus_router_keepalives", "Keep-alives sent while no bridge does.", registry=registry
         )
         self.policies_refused = Counter(
-            "prefixbus_router_policies_refused", "Policies that were not valid; the old one stayed.", registry=registry
+            "prefixbus_router_policies_refused",
+            "Policies, canaries and shadows that were not valid; what was in force stayed.",
+            registry=registry,
+        )
+        self.shadow_decisions = Counter(
+            "prefixbus_router_shadow_decisions",
+            "Decisions that a shadow policy made, too, by whether it chose the same worker (agrees, differs).",
+            ["verdict"],
+            registry=registry,
         )
         self.journal_lost = Counter(
             "prefixbus_router_journal_lost", "Decision records that could not be stored.", registry=registry

@@ -75,6 +75,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # Least loaded workers among the candidates, and least loaded holders of each depth.
     least_loaded: Annotated[int, Meta(ge=1, le=64)] = 4
 
+    @property
+    def label(self) -> str:
+        """What decisions and metrics call it."""
+        return f"{self.name}/{self.version}"
+
 
 class RequestShape(msgspec.Struct, frozen=True):
     """What a decision needs to know of a request. `home` is the rendezvous home of a fresh prefix, empty if somebody

@@ -25,13 +25,12 @@ from ..bus.messages import (
     Route,
 )
 from ..bus.runtime import Runtime
-from . import policy
 from .dispatching import ABORTS, CLIENTS, DISPATCHES, STARTED, STATUSES, Desk, Request
-from .policy import Policy
+from .rollout import ROLES, Role, changed
 
 QUEUE_GROUP = "router"
 POLICY_STREAM = f"KV_{subjects.BUCKET_POLICIES}"
-POLICY_SUBJECT = f"$KV.{subjects.BUCKET_POLICIES}.active"
+POLICY_SUBJECT = f"$KV.{subjects.BUCKET_POLICIES}"
 # The fleet is learned before the first request is taken: three heartbeats (DESIGN 5).
 LEARN_S = 0.6
 SWEEP_S = 0.1
@@ -52,7 +51,9 @@ async def run(rt: Runtime) -> None:
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{STATUSES}.*.*", wires.status)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{CLIENTS}.*.*", wires.client)
-    await rt.bus.follow(POLICY_STREAM, POLICY_SUBJECT, wires.new_policy, start="last")
+    for role in ROLES:
+        heard = functools.partial(wires.new_policy, role)
+        await rt.bus.follow(POLICY_STREAM, f"{POLICY_SUBJECT}.{role}", heard, start="last")
     await anyio.sleep(LEARN_S)
     requests = await rt.listen(subjects.ALL_ROUTE, ROUTE, wires.route, queue=QUEUE_GROUP)
     rt.ready()
@@ -128,19 +129,17 @@ class Wires:
         if request is not None and _nobody_listens(message):
             self._desk.client_gone(request)
 
-    async def new_policy(self, message: Msg) -> None:
-        """An invalid policy is refused, and the one in force stays; without any, the configured one is."""
+    async def new_policy(self, role: Role, message: Msg) -> None:
+        """An invalid record is refused, and what was in force stays; without any, the configured policy is active."""
+        desk = self._desk
+        gone = bool(message.headers and message.headers.get("KV-Operation"))
         try:
-            if message.headers and message.headers.get("KV-Operation"):
-                chosen = Policy(name=self._rt.config.policy.name)
-            else:
-                chosen = policy.parse(message.data)
+            desk.rollout = changed(desk.rollout, role, None if gone else message.data, desk.configured)
         except PrefixbusError as exc:
-            self._desk.metrics.policies_refused.inc()
-            self._rt.caught(exc, "a policy is refused")
+            desk.metrics.policies_refused.inc()
+            self._rt.caught(exc, "a policy is refused", role=role)
             return
-        self._desk.policy = chosen
-        self._rt.log.info("policy %s, version %s", chosen.name, chosen.version)
+        self._rt.log.info("policies: %s", desk.rollout)
 
     def connection_changed(self, connected: bool) -> None:
         if connected:

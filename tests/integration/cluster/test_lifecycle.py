@@ -61,6 +61,11 @@ def test_send_streams_an_answer(running: Cluster) -> None:
         ("an unknown model", ["send", "x", "--model", "other"], None, "other"),
         ("an unknown service", ["run", "rooter"], None, "tokenizer"),
         ("an unknown policy", ["policy", "best"], None, "prefix-aware"),
+        ("a share over one", ["policy", "round-robin", "--canary", "2"], None, "equal to 1"),
+        ("two ways at once", ["policy", "round-robin", "--canary", "1", "--shadow"], None, "--shadow"),
+        ("a canary of an unknown class", ["policy", "round-robin", "--canary", "1", "--class", "x"], None, "class"),
+        ("nothing to be cleared", ["policy", "--clear", "it"], None, "active, canary, shadow"),
+        ("no policy to be a shadow", ["policy", "--shadow"], None, "NAME"),
         ("a port that cannot be", ["up", "--port", "99999"], None, "65535"),
         ("a port below all", ["up", "--port", "-5"], None, "greater than or equal to 0"),
         ("a token file that is not there", ["send", "x", "--token-file", "/nope"], None, "does not exist"),
@@ -136,6 +141,23 @@ def test_the_policy_changes_without_a_restart(running: Cluster) -> None:
     shown = prefixbus("policy", state=running.state).stdout
     assert re.fullmatch(r"round-robin \(revision \d+\)\n", shown)
     assert prefixbus("policy", "prefix-aware", state=running.state).returncode == 0
+
+
+def test_a_policy_is_tried_beside_the_active_one(running: Cluster, tmp_path: Path) -> None:
+    weights = tmp_path / "cautious.json"
+    weights.write_text('{"version": "cautious", "new_kv_price": 0.5}')
+
+    canary = prefixbus("policy", "round-robin", "--canary", "0.25", "--class", "rag", state=running.state)
+    shadow = prefixbus("policy", str(weights), "--shadow", state=running.state)
+    shown = prefixbus("policy", state=running.state).stdout.splitlines()
+    cleared = [prefixbus("policy", "--clear", role, state=running.state).returncode for role in ("canary", "shadow")]
+
+    assert (canary.returncode, shadow.returncode) == (0, 0), canary.stderr + shadow.stderr
+    assert shown[0].startswith("prefix-aware (")
+    assert re.fullmatch(r"canary: round-robin/default for 25 % of rag requests \(revision \d+\)", shown[1])
+    assert re.fullmatch(r"shadow: prefix-aware/cautious \(revision \d+\)", shown[2])
+    assert cleared == [0, 0]
+    assert len(prefixbus("policy", state=running.state).stdout.splitlines()) == 1
 
 
 def test_init_on_a_complete_state_changes_nothing(running: Cluster) -> None:

@@ -217,11 +217,12 @@ class FakeBridge:
 
 
 class FakeDirectory:
-    """Answers every lookup with `levels`, or, while it `hangs`, none."""
+    """Answers every lookup with `levels` and what else it has to say, or, while it `hangs`, none."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.levels: list[Level] = []
+        self.more: dict[str, Any] = {}
         self.hangs = False
         self.asked = 0
 
@@ -235,7 +236,7 @@ class FakeDirectory:
         self.asked += 1
         if self.hangs:
             return
-        await self._bus.publish(message.reply, HOLDINGS.encode(Holdings(VERSION, self.levels)))
+        await self._bus.publish(message.reply, HOLDINGS.encode(Holdings(VERSION, self.levels, **self.more)))
 
 
 class Answer:

@@ -17,9 +17,9 @@ from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
 from prefixbus.bus.messages import DECISION, DISPATCHED, VERSION, DecisionRecord, Dispatched, Level
 from prefixbus.bus.runtime import Runtime
-from prefixbus.router import dispatching, patience, service
+from prefixbus.router import dispatching, journal, patience, service
 from prefixbus.router.attempts import State
-from prefixbus.router.policy import Policy
+from prefixbus.router.policy import Policy, decide
 
 from .fakes import BLOCK, MODEL, TENANT, Answer, Client, FakeBridge, FakeDirectory
 
@@ -666,17 +666,74 @@ async def test_policies_change_without_a_restart_and_a_bad_one_changes_nothing(w
     operator = await world.server.bus("operator")
 
     async def publish(policy: bytes) -> None:
-        await operator.publish_acked(service.POLICY_SUBJECT, policy)
+        await operator.publish_acked(f"{service.POLICY_SUBJECT}.active", policy)
 
     await publish(b'{"name": "round-robin", "version": "v2"}')
-    await eventually(lambda: router.desk.policy.version == "v2", "the policy is in force")
+    await eventually(lambda: router.desk.rollout.active.version == "v2", "the policy is in force")
     await publish(b'{"name": "coin-toss"}')
     await eventually(lambda: router.value("prefixbus_router_policies_refused_total") == 1, "the bad one is refused")
     for _ in range(4):
         await world.ended(await world.client.send(CLOCK.wall()))
 
-    assert router.desk.policy.version == "v2"
+    assert router.desk.rollout.active.version == "v2"
     assert (len(one.dispatches), len(two.dispatches)) == (2, 2)
+
+
+async def test_a_canary_decides_and_a_shadow_looks_on_until_they_are_taken_away(world: World) -> None:
+    holder, other = await world.bridge("w1"), await world.bridge("w2")
+    world.directory.levels = [Level(6, ["w1"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    operator = await world.server.bus("operator")
+
+    async def publish(role: str, data: bytes, headers: dict[str, str] | None = None) -> None:
+        await operator.publish_acked(f"{service.POLICY_SUBJECT}.{role}", data, headers=headers)
+
+    await publish("canary", b'{"policy": {"name": "round-robin", "version": "v2"}, "share": 1.0}')
+    await publish("shadow", b'{"policy": {"version": "v3"}}')
+    await publish("canary", b'{"policy": {}, "share": 7}')
+    await eventually(lambda: router.value("prefixbus_router_policies_refused_total") == 1, "the bad one is refused")
+    await eventually(lambda: router.desk.rollout.shadow is not None, "the shadow is in force")
+    for _ in range(4):
+        await world.ended(await world.client.send(CLOCK.wall()))
+    await eventually(lambda: len(world.records) == 4, "the decisions are recorded")
+
+    assert (len(holder.dispatches), len(other.dispatches)) == (2, 2)
+    assert {(one.rollout, one.policy) for one in world.records} == {("canary", "round-robin/v2")}
+    shadows = [one.shadow for one in world.records if one.shadow is not None]
+    assert [(one.policy, one.selected_worker) for one in shadows] == [("prefix-aware/v3", "w1")] * 4
+    assert router.value("prefixbus_router_shadow_decisions_total", verdict="agrees") == 2
+    assert router.value("prefixbus_router_shadow_decisions_total", verdict="differs") == 2
+
+    for role in ("canary", "shadow"):
+        await publish(role, b"", {"KV-Operation": "DEL"})
+    await eventually(lambda: str(router.desk.rollout) == "prefix-aware/default", "both are gone")
+    await world.ended(await world.client.send(CLOCK.wall()))
+    await eventually(lambda: len(world.records) == 5, "the decision is recorded")
+    assert (world.records[4].rollout, world.records[4].shadow) == ("active", None)
+
+
+async def test_a_record_of_a_live_decision_decides_the_same_again(world: World) -> None:
+    await world.bridge("w1", worker_class="a")
+    await world.bridge("w2", worker_class="b", reserved_slots=8)
+    world.directory.levels = [Level(6, ["w1"]), Level(3, ["w2"])]
+    world.directory.more = {"trust": {"w1": 0.7}, "replica": "directory-1", "stream_seq": 77, "announced": {"w1": 2}}
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+
+    for _ in range(3):
+        await world.ended(await world.client.send(CLOCK.wall()))
+
+    await eventually(lambda: len(world.records) == 3, "the decisions are recorded")
+    for record in world.records:
+        shape, candidates, by, at = journal.inputs(record)
+        again = journal.decided(decide(shape, candidates, by, at))
+        assert {name: getattr(record, name) for name in again} == again
+        assert journal.digest(by) == record.policy_digest
+    first = {one.worker: one for one in world.records[0].candidate_workers}
+    assert (first["w1"].trust, first["w1"].held_blocks, first["w1"].announced_blocks) == (0.7, 6, 2)
+    assert (first["w1"].cached_tokens, first["w2"].only_reserved) == (4 * BLOCK, True)
+    assert (world.records[0].directory, world.records[0].stream_seq) == ("directory-1", 77)
 
 
 async def test_routers_share_the_requests_and_know_of_each_others_dispatches(world: World) -> None:

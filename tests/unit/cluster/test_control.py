@@ -1,8 +1,13 @@
 """What a record in the bucket POLICIES means to whoever asks which policy is in force."""
 
+from pathlib import Path
+
 import pytest
 
+from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.cluster import control
+from prefixbus.router.policy import Policy
+from prefixbus.router.rollout import Canary, Role, Rollout, Shadow, changed
 
 
 @pytest.mark.parametrize(
@@ -21,6 +26,57 @@ def test_a_record_that_routers_refuse_is_not_told_as_the_policy(data: bytes) -> 
     sentence = control.read_policy(data, 5).sentence()
 
     assert sentence.startswith("revision 5 is refused by the routers")
+
+
+@pytest.mark.parametrize(
+    ("role", "data", "sentence"),
+    [
+        (
+            "canary",
+            b'{"policy": {"version": "b"}, "share": 0.1}',
+            "prefix-aware/b for 10 % of all requests (revision 6)",
+        ),
+        (
+            "canary",
+            b'{"policy": {"version": "b"}, "share": 1, "prefix_class": "rag"}',
+            "prefix-aware/b for 100 % of rag requests (revision 6)",
+        ),
+        ("shadow", b'{"policy": {"name": "round-robin"}}', "round-robin/default (revision 6)"),
+    ],
+)
+def test_what_is_tried_beside_the_policy_is_told(role: Role, data: bytes, sentence: str) -> None:
+    assert control.read_beside(role, data, 6) == sentence
+
+
+@pytest.mark.parametrize("role", ["canary", "shadow"])
+def test_a_canary_or_shadow_that_routers_refuse_is_not_told_as_one(role: Role) -> None:
+    assert control.read_beside(role, b'{"policy": {"name": "best"}}', 6).startswith("revision 6 is refused")
+
+
+def test_a_policy_is_put_by_name_or_from_a_file_of_weights(tmp_path: Path) -> None:
+    weights = tmp_path / "cautious.json"
+    weights.write_text('{"version": "cautious", "new_kv_price": 0.5}')
+    before = Rollout(Policy())
+
+    by_name = control.policy_record("round-robin", "canary", share=0.2, prefix_class="rag")
+    from_file = control.policy_record(str(weights), "shadow")
+
+    assert changed(before, "canary", by_name, Policy()).canary == Canary(
+        policy=Policy(name="round-robin"), share=0.2, prefix_class="rag"
+    )
+    assert changed(before, "shadow", from_file, Policy()).shadow == Shadow(
+        policy=Policy(version="cautious", new_kv_price=0.5)
+    )
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"weight": 1}', '{"new_kv_price": -1}'])
+def test_a_file_that_is_no_policy_is_not_put(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "p.json"
+    if text is not None:
+        file.write_text(text)
+
+    with pytest.raises(ConfigInvalid):
+        control.policy_record(str(file), "active")
 
 
 def test_without_a_record_the_configured_one_is_told_as_such() -> None:
