@@ -134,6 +134,8 @@ class BridgeSection(Section, frozen=True):
     # Uncached prompt tokens that the engine is given at once, or one request; the rest waits, fair between tenants. Two
     # of vLLM's default steps keep the engine busy; more makes newcomers wait for what is there already.
     prefill_window_tokens: _Positive = 16384
+    # Share of the slots, rounded down, that requests which are there for their hit leave to those that find nothing.
+    cold_reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     heartbeat_s: _PositiveMs = 0.2
     keepalive_s: _PositiveMs = 1.0
     # Names machines that compute alike: they share one learned prefill model. PREFIXBUS_BRIDGE__WORKER_CLASS for one.

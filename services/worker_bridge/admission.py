@@ -63,6 +63,8 @@ class Left(enum.Enum):
 
 
 # Why a dispatch was refused, besides the codes in bus.errors (cancelled, deadline_exceeded).
+WAITED = "waited"
+"""Not a refusal but a giving back: its turn has not come within the time that its hit is worth."""
 WRONG_INCARNATION = "wrong_incarnation"
 TOO_LATE = "too_late"
 QUEUE_TOO_LONG = "queue_too_long"
@@ -101,15 +103,17 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     deadline_at: float
     uncached_tokens: int = 1
     is_warm: bool = False
+    max_wait_ms: float = 0.0
 
 
 class Ticket:
-    """A request that was let in. `has_turn`: it may go to the engine; `head_at`: when all prefill work that went there
-    before it was done."""
+    """A request that was let in. `has_turn`: it may go to the engine; `begin_by`: if it may not by then, it is given
+    back; `head_at`: when all prefill work that went there before it was done."""
 
     __slots__ = (
         "accepted_at",
         "attempt",
+        "begin_by",
         "client_request_id",
         "first_token_at",
         "has_turn",
@@ -131,6 +135,7 @@ class Ticket:
         self.held_blocks = offer.held_blocks
         self.prefill_us = _microseconds(offer.prefill_ms)
         self.accepted_at = now
+        self.begin_by = now + offer.max_wait_ms / 1000 if offer.max_wait_ms > 0 else math.inf
         self.phase = Phase.ACCEPTED
         self.has_turn = False
         self.head_at: float | None = None
@@ -138,6 +143,10 @@ class Ticket:
 
     def __repr__(self) -> str:
         return f"<Ticket {self.request_id}/{self.attempt} {self.phase.value}>"
+
+    def patience_s(self, now: float) -> float:
+        """How much longer it may wait for its turn, for ever if without a bound; 0 or less: it is to be given back."""
+        return math.inf if self.has_turn else self.begin_by - now
 
     def queue_wait_ms(self) -> float | None:
         """How long others' prefills came first; None if it has no first token yet."""
@@ -173,8 +182,10 @@ _REFUSED_SINCE = {Left.ENDED: "", Left.GIVEN_BACK: GIVEN_BACK, Left.BROKEN: ALRE
 class Admission:
     """All of one worker's requests. `incarnation` 0 takes nothing."""
 
-    def __init__(self, slots: int, window_tokens: int = PREFILL_WINDOW_TOKENS) -> None:
+    def __init__(self, slots: int, window_tokens: int = PREFILL_WINDOW_TOKENS, reserved_slots: int = 0) -> None:
         self.slots = slots
+        self.reserved_slots = reserved_slots
+        """Of them, for requests that are not there for their hit."""
         self.incarnation = 0
         self.draining = False
         self._active: dict[str, Ticket] = {}
@@ -351,7 +362,7 @@ class Admission:
             return TOO_LATE
         if self.cancels.covers(offer.tenant, offer.client_request_id, now):
             return CANCELLED
-        if len(self._active) >= self.slots:
+        if len(self._active) >= self.slots - (self.reserved_slots if offer.is_warm else 0):
             return NO_SLOT
         if self.queue_ms(now) > offer.max_queue_ms:
             return QUEUE_TOO_LONG

@@ -85,7 +85,9 @@ class Bridge:
         self._work: Subscription | None = None
 
         self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
-        self.admission = Admission(config.bridge.slots, config.bridge.prefill_window_tokens)
+        slots = config.bridge.slots
+        reserved_slots = int(slots * config.bridge.cold_reserve)
+        self.admission = Admission(slots, config.bridge.prefill_window_tokens, reserved_slots)
         self._feed = KvFeeds(rt.bus, self._worker, self.index, config.directory.shards)
         record = WorkerRecord(
             v=VERSION,
@@ -205,6 +207,7 @@ class Bridge:
             block_size=record.block_size,
             draining=admission.draining,
             accepted=list(self._accepted),
+            reserved_slots=admission.reserved_slots,
             worker_class=self._rt.config.bridge.worker_class,
             pool=self._rt.config.bridge.pool,
             event_seqs=event_seqs,
@@ -290,6 +293,7 @@ class Bridge:
             deadline_at=job.deadline_at,
             uncached_tokens=prompt_tokens - held_blocks * self._section.block_size,
             is_warm=dispatch.is_warm,
+            max_wait_ms=dispatch.max_wait_ms,
         )
 
     def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:

@@ -50,7 +50,7 @@ from ..bus.errors import (
 from ..bus.messages import ACCEPT, FACT, OUTCOME, VERSION, Accept, Dispatch, Fact, Job, Outcome
 from ..bus.outbox import Outbox
 from .acks import Acks
-from .admission import ALREADY_STREAMING, Admission, Left, Phase, Ticket
+from .admission import ALREADY_STREAMING, WAITED, Admission, Left, Phase, Ticket
 from .blocks import BlockIndex
 from .chunks import ChunkWriter, Usage
 from .claim import Claim, Superseded
@@ -271,6 +271,14 @@ class Streams:
             self.give_up_all(BusUnavailable("The bus was lost."))
 
 
+class Waited(PrefixbusError):
+    """The request waited for its turn with the engine for longer than it is worth."""
+
+    code = "waited_for_long"
+    status = 503
+    retryable = True
+
+
 class WrongHit(PrefixbusError):
     """The engine reused blocks that its index does not have for the namespace."""
 
@@ -399,8 +407,7 @@ class Attempt:
             salt=namespace.salt(streams.salt_key, self.ns_id),
             traceparent=job.traceparent,
         )
-        if not self.ticket.has_turn:
-            await self.turn.wait()
+        await self._until_turn()
         streams.admission.submitted(self.ticket)
         async with streams.engine.generate(request) as progress:
             async for step in progress:
@@ -410,6 +417,16 @@ class Attempt:
             await self._first_token()
         for body in self._writer.finish(usage):
             await self._send(body)
+
+    async def _until_turn(self) -> None:
+        """:raises Waited: it does not come in time."""
+        ticket, clock = self.ticket, self._streams.clock
+        while not ticket.has_turn:
+            patience_s = ticket.patience_s(clock.now())
+            if patience_s <= 0:
+                raise Waited
+            with anyio.move_on_after(patience_s):
+                await self.turn.wait()
 
     async def _pass_on(self, step: Progress) -> None:
         if step.usage is not None:
@@ -572,7 +589,7 @@ class Attempt:
                     self._streams.metrics.superseded.inc()
                     return
                 if error is not None and self._is_given_back(error):
-                    self._tell_router(error.code)
+                    self._tell_router(WAITED if isinstance(error, Waited) else error.code)
                     self._streams.metrics.given_back(error.code)
                     return
                 if self._told is Told.ALL:

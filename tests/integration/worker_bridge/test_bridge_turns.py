@@ -113,6 +113,46 @@ async def test_a_request_that_ends_while_it_waits_leaves_nothing(here: World, ho
         await here.until_idle(bridge)
 
 
+async def test_a_request_whose_turn_does_not_come_in_time_is_given_back(here: World) -> None:
+    """One that has its turn is not, however long the engine takes."""
+    async with here.serving() as bridge:
+        await here.engine.post("/sim/pause")
+        first, second = here.job(prompt(1, PROMPT)), here.job(prompt(2, PROMPT))
+        answers = [await here.listen(first), await here.listen(second)]
+        await here.send(here.dispatch(first, max_wait_ms=200.0))
+        await here.send(here.dispatch(second, max_wait_ms=400.0))
+
+        await last_word(here, second, "waited")
+
+        given_back = here.accepts[second.request_id, 1][-1]
+        assert given_back.queue_ms >= 0.0 and bridge.admission.held_back == 0
+        assert (await here.status(second)).error == "given_back"
+        assert (await here.status(first)).error == "running"
+        await here.engine.post("/sim/resume")
+        await end_of(answers[0])
+        assert not answers[1].chunks and not answers[1].finals
+        await here.until_idle(bridge)
+        assert {outcome.request_id for outcome in here.outcomes} == {first.request_id}
+
+
+async def test_slots_kept_for_cold_requests_are_told_and_kept(tmp_path: Path) -> None:
+    async with world(tmp_path, engine={"profile": "h100-8b"}, bridge={"slots": 10, "cold_reserve": 0.8}) as here:
+        async with here.serving() as bridge:
+            assert (here.loads[-1].slots, here.loads[-1].reserved_slots) == (10, 8)
+            await here.engine.post("/sim/pause")
+            jobs = [here.job(prompt(seed, PROMPT)) for seed in range(4)]
+            for job in jobs:
+                await here.listen(job)
+
+            warm = [(await here.send(here.dispatch(job, is_warm=True))).refused for job in jobs[:3]]
+            cold = (await here.send(here.dispatch(jobs[3]))).refused
+
+            assert (warm, cold) == (["", "", "no_slot"], "")
+            await here.engine.post("/sim/resume")
+            await here.outcome(jobs[3])
+            await here.until_idle(bridge)
+
+
 async def test_what_waits_is_given_back_with_a_lost_engine(here: World) -> None:
     async with here.serving() as bridge:
         requests = await given_one_of(here, bridge, 3)
@@ -134,6 +174,6 @@ async def test_a_draining_bridge_answers_those_who_wait(here: World) -> None:
         await eventually(lambda: here.loads[-1].draining, "a heartbeat that says so")
         await here.engine.post("/sim/resume")
 
-        for job, answer in requests:
+        for _, answer in requests:
             await end_of(answer)
             assert "Pb-Error" not in answer.finals[0]

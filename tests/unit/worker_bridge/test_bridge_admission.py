@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixbus.bus.cancels import REMEMBER_PER_TENANT, REMEMBER_S
+from prefixbus.bus.clock import VirtualClock
 from prefixbus.worker_bridge import admission
 from prefixbus.worker_bridge.admission import LIFE, Admission, Event, Left, Offer, Phase, Ticket
 
@@ -31,8 +32,8 @@ def offer(request_id: str = "r1", attempt: int = 1, **changes: Any) -> Offer:
     return Offer(request_id=request_id, attempt=attempt, **fields | changes)
 
 
-def table(slots: int = 4, window_tokens: int = 1000) -> Admission:
-    made = Admission(slots, window_tokens)
+def table(slots: int = 4, window_tokens: int = 1000, reserved_slots: int = 0) -> Admission:
+    made = Admission(slots, window_tokens, reserved_slots)
     made.incarnation = 7
     return made
 
@@ -96,6 +97,39 @@ def test_no_more_than_slots() -> None:
 
     made.end(ticket, 0.0)
     assert not made.offer(offer("r3"), 0.0, WALL).refused
+
+
+def test_slots_kept_for_cold_requests_are_not_taken_by_warm_ones() -> None:
+    made = table(slots=4, reserved_slots=2)
+    first = let_in(made, offer("r1", is_warm=True, prefill_ms=30.0))
+    let_in(made, offer("r2"))
+
+    refusal = made.offer(offer("r3", is_warm=True), 0.0, WALL)
+
+    assert (refusal.refused, refusal.queue_ms) == (admission.NO_SLOT, 130.0)
+    assert not made.offer(offer("r4"), 0.0, WALL).refused
+    assert not made.offer(offer("r5"), 0.0, WALL).refused
+    assert made.offer(offer("r6"), 0.0, WALL).refused == admission.NO_SLOT
+    made.end(first, 0.0)
+    assert made.offer(offer("r7", is_warm=True), 0.0, WALL).refused == admission.NO_SLOT
+
+
+def test_a_warm_request_waits_for_its_turn_as_long_as_its_hit_is_worth() -> None:
+    clock = VirtualClock()
+    made = table(window_tokens=1)
+    first = let_in(made, offer("r1"), clock.now())
+    bounded = let_in(made, offer("r2", max_wait_ms=2000.0), clock.now())
+    patient = let_in(made, offer("r3"), clock.now())
+
+    clock.advance(1.5)
+    assert (bounded.patience_s(clock.now()), patient.patience_s(clock.now())) == (0.5, math.inf)
+    clock.advance(0.5)
+    assert bounded.patience_s(clock.now()) <= 0
+
+    made.end(first, clock.now())
+    assert made.give_turn(1, clock.now()) and bounded.has_turn
+    clock.advance(99.0)
+    assert bounded.patience_s(clock.now()) == math.inf
 
 
 def test_only_the_first_prefill_shrinks_as_time_passes() -> None:
@@ -337,7 +371,7 @@ class LoadNeverDrifts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = table(slots=5, window_tokens=100)
+        self.table = table(slots=5, window_tokens=100, reserved_slots=2)
         self.here: dict[str, Ticket] = {}
         self.now = 0.0
 
@@ -375,6 +409,7 @@ class LoadNeverDrifts(RuleBasedStateMachine):
             assert self.here.pop(request) is verdict.stop
         if verdict.start is not None:
             assert request not in self.here
+            assert not is_warm or len(self.here) < self.table.slots - self.table.reserved_slots
             self.here[request] = verdict.start
 
     @precondition(lambda self: self.here)
