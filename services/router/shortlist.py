@@ -11,7 +11,8 @@ and only where `links` are given. No bridge can pull yet, so the service gives n
 Owns: nothing.   Must not know: prices, NATS, how a fleet is kept.   Units: blocks, tokens, ms."""
 
 import heapq
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..bus.blockkeys import reusable_blocks
 from ..bus.home import home
@@ -66,9 +67,13 @@ def shortlist(
         chosen = dict(names)
     else:
         chosen = {one.name: one for one in _least_loaded(available, policy.least_loaded)}
+        if any(one.only_reserved for one in chosen.values()):
+            # Those are for cold requests, and what this one is turns out only beside others.
+            unreserved = [one for one in available if not one.only_reserved]
+            chosen.update((one.name, one) for one in _least_loaded(unreserved, policy.least_loaded))
     for position, (depth, held) in enumerate(levels):
         if not whole_fleet and position < MAX_LEVELS:
-            chosen.update((one.name, one) for one in _least_loaded(held, policy.least_loaded))
+            chosen.update((one.name, one) for one in _least_loaded(held, policy.least_loaded, _by_use))
         depths.update((one.name, depth) for one in held if one.name in chosen)
     home_worker = ""
     if holdings is not None and held_blocks <= shared_blocks < len(route.keys) // 8:
@@ -164,9 +169,16 @@ def _home(keys: bytes, shared_blocks: int, available: list[Available]) -> str:
     return home(key, [(one.name, one.worker.kv_tokens) for one in available])
 
 
-def _least_loaded(workers: list[Available], count: int) -> list[Available]:
-    return workers if len(workers) <= count else heapq.nsmallest(count, workers, key=_by_load)
-
-
 def _by_load(one: Available) -> tuple[float, int, str]:
     return one.queue_ms, one.running, one.name
+
+
+def _by_use(one: Available) -> tuple[bool, float, int, str]:
+    """Of holders: reserved slots are not for those who come for what they hold."""
+    return one.only_reserved, one.queue_ms, one.running, one.name
+
+
+def _least_loaded(
+    workers: list[Available], count: int, key: Callable[[Available], tuple[Any, ...]] = _by_load
+) -> list[Available]:
+    return workers if len(workers) <= count else heapq.nsmallest(count, workers, key=key)

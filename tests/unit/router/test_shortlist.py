@@ -238,6 +238,21 @@ def test_a_worker_whose_free_slots_are_reserved_is_said_to_be_one() -> None:
     assert [kept.candidates[0].only_reserved, free.candidates[0].only_reserved] == [True, False]
 
 
+def test_a_warm_request_finds_a_free_slot_behind_many_reserved_ones() -> None:
+    """Twelve idle workers have only slots for cold requests left; the ninth least loaded has one for this."""
+    books = Fleet(0.6, 3.0)
+    for n, one in enumerate(fleet(13, {"w012": 50.0})):
+        books.heard(msgspec.structs.replace(one.worker.load, reserved_slots=0 if n == 12 else 8), 0.0)
+    workers = books.survey("m", "digest", 0.0).available
+    everybody = [one.name for one in workers]
+
+    held = shortlisted(chain(*range(9)), workers, holdings((9, everybody)))
+    cold = shortlisted(chain(*range(9)), workers, holdings())
+
+    assert decide(held.shape, held.candidates, Policy(), 0.0).worker == "w012"
+    assert decide(cold.shape, cold.candidates, Policy(), 0.0).name == "cold-reserve"
+
+
 # --- what could be pulled
 
 
