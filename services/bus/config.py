@@ -144,6 +144,25 @@ class BridgeSection(Section, frozen=True):
     pool: Annotated[str, Meta(max_length=64)] = ""
 
 
+class PlacementSection(Section, frozen=True):
+    """What idle workers compute before a request asks for it. The directory orders it, routers have the tokens, bridges
+    carry it out and give it up for any request. Directories and bridges must agree on `idle_share`."""
+
+    # A prefix that so many workers hold is not copied further; below 2 nothing is copied.
+    copies_max: Annotated[int, Meta(ge=0, le=64)] = 3
+    # The most of a worker's KV that copies may take.
+    copies_share: _Share = 0.1
+    # The most of a worker's KV that it gets back after it joined, restarted or was reset; 0: none.
+    rewarm_share: _Share = 0.5
+    # A worker is idle with nothing waiting and at most this share of its slots running.
+    idle_share: _Share = 0.05
+    # The engine is given so many tokens more at a time: a request that comes waits for one such step at most.
+    step_tokens: _Positive = 1024
+    # Token ids of popular prefixes that a router remembers, in bytes (4 a token), and of one tenant among them.
+    tokens_bytes: Annotated[int, Meta(ge=0)] = 64 * 1024 * 1024
+    tokens_bytes_per_tenant: Annotated[int, Meta(ge=0)] = 16 * 1024 * 1024
+
+
 class PolicySection(Section, frozen=True):
     """Which policy routers start with; `prefixbus policy` changes it without a restart."""
 
@@ -162,6 +181,7 @@ class Config(Section, frozen=True):
     directory: DirectorySection = DirectorySection()
     router: RouterSection = RouterSection()
     bridge: BridgeSection = BridgeSection()
+    placement: PlacementSection = PlacementSection()
     policy: PolicySection = PolicySection()
 
 

@@ -163,7 +163,10 @@ class Accept(msgspec.Struct, frozen=True, array_like=True):
 class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     """Router -> routers and directory: this dispatch was sent; its blocks will be there, its prefill is queued.
 
-    `expires_at` bounds how long it is believed without an outcome. An empty `worker` takes the announcement back."""
+    `expires_at` bounds how long it is believed without an outcome. An empty `worker` takes the announcement back.
+    `held_blocks` is the deepest that any worker held when it was decided, `shared_blocks` how much of that most traffic
+    of the namespace starts with. `is_warming`: no request's, but an order's (`WarmOrder`): no work is queued, and what
+    it will leave behind is not to be counted on, since it gives way to any request."""
 
     v: int
     request_id: str
@@ -175,9 +178,31 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     ns_id: bytes
     keys: bytes
     expires_at: float
+    prefix_class: str = ""
+    held_blocks: int = 0
+    shared_blocks: int = 0
+    is_warming: bool = False
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
+
+
+class WarmOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Directory -> routers: whoever has the tokens of this prefix, have this worker compute it while it is idle.
+
+    The prefix is the chain of `blocks` blocks whose last has the key `key`. `kind` is `rewarm` (the worker lost what it
+    had, or is new) or `copy` (one more worker should have it); `benefit` the ms of prefill that it should save for each
+    token of KV it takes. Round 0 is for the router that dispatched the prefix last, later ones for any that has it."""
+
+    v: int
+    ns_id: bytes
+    key: int
+    blocks: int
+    worker: str
+    incarnation: int
+    kind: str
+    benefit: float
+    round: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -479,6 +504,7 @@ HOLDINGS: Wire[Holdings] = Wire(Holdings)
 DISPATCH: Wire[Dispatch] = Wire(Dispatch)
 ACCEPT: Wire[Accept] = Wire(Accept)
 DISPATCHED: Wire[Dispatched] = Wire(Dispatched)
+WARM_ORDER: Wire[WarmOrder] = Wire(WarmOrder)
 LOAD: Wire[Load] = Wire(Load)
 KV: Wire[KvEvents | KvDump] = Wire(KvEvents | KvDump)
 DUMP_REQUEST: Wire[DumpRequest] = Wire(DumpRequest)

@@ -10,6 +10,7 @@
     pb.v1.load.<worker>                      bridge -> all: heartbeat and load
     pb.v1.kv.<shard>.<worker>                bridge -> directory: block events        (stream KV_EVENTS)
     pb.v1.dispatched                         router -> routers, directory: a dispatch was sent
+    pb.v1.warm                               directory -> routers: a worker should have this prefix
     pb.v1.outcome.<worker>.<request id>      bridge -> routers, directory: it ended   (stream JOURNAL)
     pb.v1.journal.<request id>               router: the decision, and why            (stream JOURNAL)
     pb.v1.audit.<service>.<id>               facts for the record                     (stream AUDIT)
@@ -213,6 +214,7 @@ def claim(request_id: str) -> str:
 
 
 DISPATCHED = f"{PREFIX}.dispatched"
+WARM = f"{PREFIX}.warm"
 ALL_INFER = f"{PREFIX}.infer.>"
 ALL_CANCEL = f"{PREFIX}.cancel.*.*"
 ALL_CANCELLED = f"{PREFIX}.cancelled.*.*"

@@ -184,6 +184,7 @@ def _router() -> Access:
             f"{subjects.ALL_ROUTE} router",
             subjects.ALL_LOAD,
             subjects.DISPATCHED,
+            subjects.WARM,
             subjects.ALL_OUTCOME,
             subjects.ALL_CANCELLED,
             "_SVC.router.>",
@@ -216,7 +217,7 @@ def _directory() -> Access:
             "_SVC.directory.>",
             _SRV,
         ),
-        publish=("_SVC.router.>", subjects.control("*", "dump"), "_SVC.operator.>"),
+        publish=("_SVC.router.>", subjects.control("*", "dump"), subjects.WARM, "_SVC.operator.>"),
         follows=(subjects.STREAM_KV_EVENTS,),
     )
 
