@@ -323,7 +323,8 @@ class Fleet:
             if request_id in worker.bookings:
                 worker.absorb(request_id)
                 self._believe(worker.bookings[request_id])
-            elif request_id not in self._bookings and self._settled.get(request_id) is None:
+            else:
+                # Not announced yet, or an earlier attempt was.
                 self._accepted.put(request_id, load.worker, now)
         if worker.queued:
             overdue = [key for key, one in worker.queued.items() if now - one.booked_at > SURELY_REPORTED_S]
@@ -430,7 +431,9 @@ class Fleet:
         state = self._workers.get(worker)
         if state is None or state.is_lost or state.load.incarnation != incarnation:
             return False
-        is_listed = self._accepted.pop(request_id) == worker
+        is_listed = self._accepted.get(request_id) == worker
+        if is_listed:
+            self._accepted.pop(request_id)
         expires_at = until if is_listed else min(until, unlisted_until)
         booking = _Booking(request_id, attempt, worker, prefill_ms, now, until, expires_at)
         self._bookings[request_id] = booking
@@ -440,7 +443,9 @@ class Fleet:
 
     def settle(self, request_id: str, attempt: int, now: float, *, never_ran: bool = False) -> None:
         """This attempt is over: its outcome is known, or it was refused or taken back (`never_ran`)."""
-        self._accepted.pop(request_id)
+        if not never_ran:
+            # Who took a later attempt may have said so before this one's end was heard.
+            self._accepted.pop(request_id)
         self._settled.put(request_id, max(attempt, self._settled.get(request_id) or 0), now)
         booking = self._bookings.get(request_id)
         if booking is not None and booking.attempt <= attempt:

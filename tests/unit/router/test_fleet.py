@@ -178,6 +178,31 @@ def test_an_announcement_that_comes_after_the_report_is_not_counted_twice() -> N
     assert books.in_flight() == {"w1": 1}
 
 
+def test_a_report_that_overtakes_the_end_of_an_earlier_attempt_is_not_forgotten() -> None:
+    """w1 refused it and w2 took it: the other routers hear of that from w2's report before they hear of it from the
+    router, whose announcements take a little longer. Counted twice, w2 would look busy for as long as it has it."""
+    books = fleet(load("w1"), load("w2", report=1))
+
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    books.heard(load("w2", report=2, queue_ms=50.0, accepted=["r1"]), 0.0)
+    books.settle("r1", 1, 0.0, never_ran=True)
+    books.book("r1", 2, "w2", 1, 50.0, 0.0, 60.0)
+
+    assert queue_ms(books, 0.0, "w2") == 50.0
+    assert books.in_flight() == {"w1": 0, "w2": 1}
+
+
+def test_a_report_that_overtakes_all_that_was_announced_is_not_forgotten() -> None:
+    books = fleet(load("w1"), load("w2", report=1))
+
+    books.heard(load("w2", report=2, queue_ms=50.0, accepted=["r1"]), 0.0)
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    books.settle("r1", 1, 0.0, never_ran=True)
+    books.book("r1", 2, "w2", 1, 50.0, 0.0, 60.0)
+
+    assert queue_ms(books, 0.0, "w2") == 50.0
+
+
 def test_an_announcement_that_comes_after_the_outcome_books_nothing() -> None:
     books = fleet(load())
 
