@@ -46,6 +46,8 @@ Examples:
 
   prefixbus replay --since 1h           recorded decisions, made again
 
+  prefixbus mismatches --since 1h       why reuse was not what it could have been
+
   prefixbus top                         workers and decisions, live
 
   prefixbus demo                        what routing by prefix gains

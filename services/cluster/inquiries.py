@@ -1,5 +1,5 @@
 # ruff: noqa: TID251 - commands: they wait for what they ask
-"""The commands that look at decisions: `explain`, `replay` and `top`.
+"""The commands that look at decisions: `explain`, `replay`, `mismatches` and `top`.
 
 Owns: their arguments, exit statuses and output.   Must not know: how decisions are made or records are kept."""
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ..bus.messages import DecisionRecord
+    from ..lab.mismatches import Report
     from ..lab.rebuild import Rebuild
     from ..lab.replay import Replayed, WhatIf
     from .records import Records
@@ -102,6 +103,35 @@ def replay(
 
 
 @commands.command()
+def mismatches(
+    state: State = DEFAULT_STATE,
+    since: Since = "",
+    until: Until = "",
+    as_json: AsJson = False,
+) -> None:
+    """Group reuse that was predicted or possible, and was not had, by its cause. Knows no text."""
+    import msgspec
+
+    from ..lab import mismatches as mismatches_module
+    from . import past, records
+
+    first, last = _range(since, until)
+
+    async def work() -> "tuple[Report, float | None]":
+        async with records.operator(state) as bus:
+            found = await records.between(bus, first, last)
+            told = await past.told(bus, first, last)
+        report = mismatches_module.report(found.decisions, found.outcomes, told.removals, told.lives)
+        return report, told.kept_since
+
+    report, events_since = asyncio.run(work())
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(report)))
+    else:
+        _print_mismatches(report, events_since)
+
+
+@commands.command()
 def top(
     state: State = DEFAULT_STATE,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
@@ -133,13 +163,11 @@ def _print_directory(state: Path, seq: int) -> None:
 
 
 def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[DecisionRecord]":
-    from . import moments, records
+    from . import records
 
     if request_id and (since or until):
         raise typer.BadParameter("a request has its own time.", param_hint="--since")
-    now = time.time()
-    first = moments.parse(since, now, "--since") if since else None
-    last = moments.parse(until, now, "--until") if until else None
+    first, last = _range(since, until)
 
     async def work() -> "list[DecisionRecord]":
         async with records.operator(state) as bus:
@@ -148,6 +176,41 @@ def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[De
             return (await records.between(bus, first, last)).decisions
 
     return asyncio.run(work())
+
+
+def _range(since: str, until: str) -> tuple[float | None, float | None]:
+    from . import moments
+
+    now = time.time()
+    return (
+        moments.parse(since, now, "--since") if since else None,
+        moments.parse(until, now, "--until") if until else None,
+    )
+
+
+def _print_mismatches(report: "Report", events_since: float | None) -> None:
+    from rich.table import Table
+
+    from . import moments
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("cause", "requests", "foreseen", "tokens", "such as"):
+        table.add_column(column, justify="left" if column in ("cause", "such as") else "right", no_wrap=True)
+    for cause, group in report.causes.items():
+        figures = (group.requests, group.foreseen, group.tokens)
+        table.add_row(cause, *map(str, figures), ", ".join(group.examples[:1]))
+    kept = f"begins at {moments.show(events_since)}" if events_since is not None else "is empty"
+    same = report.same_document
+    _print(
+        [
+            table,
+            f"{report.requests} requests: {report.predicted} cached tokens predicted, {report.cached} found",
+            f"more than predicted: {report.more.requests} requests, {report.more.tokens} tokens",
+            f"same document, different prefix: {same.requests} requests, {same.tokens} tokens",
+            "foreseen: the prediction said so already; tokens: what was not reused, though it could have been",
+            f"KV_EVENTS {kept}: an eviction before that is told as unknown",
+        ]
+    )
 
 
 def _difference_lines(one: "Replayed") -> list[str]:

@@ -90,10 +90,7 @@ async def _called(bus: Bus, name: str) -> list[str]:
 
 async def _raise_unknown(bus: Bus, name: str) -> None:
     held = await streams.state(bus, subjects.STREAM_JOURNAL)
-    first = None
-    if held.messages:
-        async for kept in streams.read(bus, subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", last_seq=held.first_seq):
-            first = kept.at
+    first = await streams.first_at(bus, subjects.STREAM_JOURNAL)
     came_at = ids.made_at(name)
     if came_at is not None and first is not None and came_at < first and held.first_seq > 1:
         raise AgedOut(

@@ -44,6 +44,13 @@ async def state(bus: Bus, stream: str) -> StreamState:
         raise BusUnavailable(f"stream {stream}: {exc or type(exc).__name__}") from exc
 
 
+async def first_at(bus: Bus, stream: str) -> float | None:
+    """When the oldest message that is kept was stored (Unix seconds); None if there is none."""
+    held = await state(bus, stream)
+    kept = [one.at async for one in read(bus, stream, ">", last_seq=held.first_seq)] if held.messages else []
+    return kept[0] if kept else None
+
+
 async def read(
     bus: Bus, stream: str, subject: str, *, since: float | None = None, until: float | None = None, last_seq: int = 0
 ) -> AsyncIterator[Kept]:

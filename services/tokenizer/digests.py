@@ -26,15 +26,19 @@ _DIGEST_BYTES = 8
 
 class _Reach:
     """Segments that begin before token `until`: at least `least` tokens long, at most eight times that, and cut behind
-    a token whose id's low byte is a multiple of `step`, which about one in `step` has."""
+    a token whose hash is a multiple of `step`, which one in `step` has."""
 
     def __init__(self, until: int, least: int, step: int) -> None:
         self.until = until
         self.least = least
         # Positions are found by `bytes.find`, at memory speed: 1 where a cut may be.
-        self.marks = bytes(int(low % step == 0) for low in range(256))
+        self.marks = bytes(int(hashed % step == 0) for hashed in range(256))
 
 
+# What a token adds to the hash at its own place and at the next two, by its id's low byte.
+_TABLES = [
+    bytes(hashlib.blake2b(bytes((low, place)), digest_size=1).digest()[0] for low in range(256)) for place in range(3)
+]
 # A segment is about `least + step` tokens long: 21 in each of the first two reaches, and 22 that reach 8k tokens more.
 _REACHES = (_Reach(2_048, 32, 64), _Reach(6_144, 64, 128), _Reach(1 << 32, 128, 256))
 
@@ -61,16 +65,26 @@ def segments(family_key: bytes, ids: bytes) -> bytes:
 
 def ends(ids: bytes) -> list[int]:
     """Where the segments of a prompt end, in tokens; the last is the prompt's end."""
-    low = ids[::4]
+    hashes = _hashes(ids)
     found: list[int] = []
     start = 0
     for reach in _REACHES:
-        marks = low[: reach.until + 8 * reach.least].translate(reach.marks)
-        while start < min(reach.until, len(low)) and len(found) < MOST_SEGMENTS - 1:
+        marks = hashes[: reach.until + 8 * reach.least].translate(reach.marks)
+        while start < min(reach.until, len(hashes)) and len(found) < MOST_SEGMENTS - 1:
             mark = marks.find(1, start + reach.least - 1, start + 8 * reach.least)
-            end = min(mark + 1 if mark >= 0 else start + 8 * reach.least, len(low))
+            end = min(mark + 1 if mark >= 0 else start + 8 * reach.least, len(hashes))
             found.append(end)
             start = end
-    if start < len(low):
-        found.append(len(low))
+    if start < len(hashes):
+        found.append(len(hashes))
     return found
+
+
+def _hashes(ids: bytes) -> bytes:
+    """A byte for each token, made of it and the two before it: cuts fall in any text, however few words it has."""
+    low = ids[::4]
+    # As one number: 20 us for 4k tokens.
+    mixed = 0
+    for place, table in enumerate(_TABLES):
+        mixed ^= int.from_bytes(low.translate(table), "little") << 8 * place
+    return mixed.to_bytes(len(low) + len(_TABLES), "little")[: len(low)]

@@ -10,7 +10,7 @@ from prefixbus.bus import messages
 from prefixbus.bus.messages import DecisionRecord, Route
 from prefixbus.router import cost, journal, policy
 from prefixbus.router.cost import PrefillModel
-from prefixbus.router.policy import Candidate, Policy, RequestShape
+from prefixbus.router.policy import Candidate, Policy, Pull, RequestShape
 from prefixbus.router.shortlist import Shortlist
 
 KEY = bytes(32)
@@ -27,9 +27,8 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
     """One decision of the router's own code, over a fleet nobody else will ever see."""
     block_size = rng.choice([16, 32])
     prompt_tokens = rng.randrange(1, 40_000)
-    candidates = [_candidate(rng, f"w{one}", prompt_tokens, block_size) for one in range(rng.randrange(1, 13))]
-    model = rng.choice([*cost.PROFILES.values(), _model(rng)])
-    candidates = [msgspec.structs.replace(one, model=model) for one in candidates]
+    classes = {"": rng.choice([*cost.PROFILES.values(), _model(rng)]), "slow": _model(rng)}
+    candidates = [_candidate(rng, f"w{one}", prompt_tokens, block_size, classes) for one in range(rng.randrange(1, 13))]
     shape = RequestShape(
         prompt_tokens=prompt_tokens,
         output_tokens=rng.randrange(1, 4096),
@@ -37,6 +36,8 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
         home=rng.choice(["", "", candidates[0].worker]),
         blind=rng.random() < 0.1,
         ordinal=number,
+        has_waited=rng.random() < 0.1,
+        fleet_rho=rng.random(),
     )
     chosen = _policy(rng)
     decision = policy.decide(shape, candidates, chosen, 1.7e9 + rng.random() * 1e6)
@@ -54,11 +55,30 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
     return msgspec.structs.replace(made, **changed)
 
 
-def _candidate(rng: random.Random, worker: str, prompt_tokens: int, block_size: int) -> Candidate:
-    held = rng.choice([0, rng.randrange(prompt_tokens)]) // block_size * block_size
+def _candidate(
+    rng: random.Random, worker: str, prompt_tokens: int, block_size: int, classes: dict[str, PrefillModel]
+) -> Candidate:
+    cached = rng.choice([0, rng.randrange(prompt_tokens)]) // block_size * block_size
     pinned = rng.randrange(1_000_000)
-    queue_ms = rng.choice([0.0, rng.expovariate(0.01), rng.random() * 1e-9])
-    return Candidate(worker, held, queue_ms, rng.random(), pinned, 1_050_000 - pinned, cost.PROFILES["instant"])
+    worker_class = rng.choice(list(classes))
+    held = cached // block_size + rng.randrange(4)
+    to_pull = (prompt_tokens - cached) // block_size // 2 * block_size
+    return Candidate(
+        worker=worker,
+        cached_tokens=cached,
+        queue_ms=rng.choice([0.0, rng.expovariate(0.01), rng.random() * 1e-9]),
+        rho=rng.random(),
+        pinned_tokens=pinned,
+        free_tokens=1_050_000 - pinned,
+        model=classes[worker_class],
+        worker_class=worker_class,
+        speed=rng.choice([1.0, 0.5 + rng.random()]),
+        only_reserved=rng.random() < 0.1,
+        pull=Pull("w99", to_pull, rng.expovariate(0.02)) if to_pull and rng.random() < 0.3 else None,
+        held_blocks=held,
+        announced_blocks=rng.randrange(held + 1),
+        trust=rng.choice([1.0, rng.random()]),
+    )
 
 
 def _model(rng: random.Random) -> PrefillModel:
@@ -74,6 +94,7 @@ def _policy(rng: random.Random) -> Policy:
         home_bonus_ms=rng.random() * 60,
         margin_ms=rng.choice([None, 0.0, rng.random() * 100]),
         max_warm_wait_ms=rng.random() * 3000,
+        max_pull_rho=rng.random(),
         kv_turnover_ms=rng.random() * 9000,
         least_loaded=rng.randrange(1, 9),
     )
