@@ -16,7 +16,7 @@ import heapq
 import sys
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -293,6 +293,22 @@ class Index:
     def untouched_since(self, slot: int, at: float) -> list[bytes]:
         """Namespaces of which the slot holds blocks that nothing touched since then; 50 ns for each it holds."""
         return [ns_id for ns_id, log in self._logs.get(slot, {}).items() if log.touched_at < at]
+
+    def runs_of(self, slot: int) -> Iterator[tuple[bytes, bytes]]:
+        """What an open slot holds, as (namespace, keys), in the order in which it came; 0.3 ms from one to the next.
+
+        The index may change in between, as long as the slot stays open: whatever is held all the time is told, and of
+        what comes or goes meanwhile, some."""
+        bit = 1 << slot
+        for ns_id in list(self._logs.get(slot, ())):
+            log = self._logs.get(slot, {}).get(ns_id)
+            # These arrays only grow: compaction moves keys to others, and takes none out of them.
+            for segment in list(log.segments) if log is not None else ():
+                namespace = self._namespaces.get(ns_id, self._nothing)
+                shards, lanes = namespace.shards, namespace.lanes
+                held = array("Q", [key for key in segment if shards[key & lanes].get(key, 0) & bit])
+                if held:
+                    yield ns_id, held.tobytes()
 
     def store(self, ns_id: bytes, slot: int, keys: bytes | memoryview, parent: int = 0) -> None:
         """The slot holds these blocks; those it held already change nothing.
