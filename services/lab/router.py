@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ..bus.errors import Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
 from ..router import policy
-from ..router.attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects
+from ..router.attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, pause_s
 from ..router.cost import PROFILES
 from ..router.fleet import Available, Fleet
 from ..router.learning import Learner
@@ -169,6 +169,9 @@ class _Request:
             match to_do.popleft():
                 case Effect.CHOOSE:
                     to_do.extend(self._choose())
+                case Effect.PAUSE:
+                    seconds = pause_s(self.route.request_id, self.attempts.attempt)
+                    router.timeline.after(seconds, self._resume)
                 case Effect.SEND:
                     self._send()
                 case Effect.TAKE_BACK:
@@ -186,6 +189,9 @@ class _Request:
                     raise AssertionError(f"unreachable in the lab: {effect}")
         if self.attempts.ended:
             router.in_hand.pop(self.route.request_id, None)
+
+    def _resume(self) -> None:
+        self.perform(self.attempts.resume())
 
     def _choose(self) -> Effects:
         router, attempts = self._router, self.attempts

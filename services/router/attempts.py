@@ -22,7 +22,11 @@ Must not know: NATS, timers, prices, messages."""
 
 import enum
 
+import xxhash
+
 from ..bus.errors import Cancelled, DeadlineExceeded, Overloaded, PrefixbusError, Unavailable, WorkerLost, by_code
+
+_hash = xxhash.xxh3_64_intdigest
 
 
 class State(enum.Enum):
@@ -43,6 +47,7 @@ class Event(enum.Enum):
     STARTED = "started"  # the bridge is about to publish its first frame
     UNHEARD = "unheard"  # nobody listened; a bridge that lost its connection may be back in a moment
     SILENT = "silent"  # no answer in time
+    CROWDED = "crowded"  # its queue is too long: others have chosen it in this very moment
     FREED = "freed"  # nothing was published and nothing will be: another may be asked
     SPENT = "spent"  # the same, but nobody else will be asked
     BROKEN = "broken"  # frames were published and the end never will be
@@ -55,6 +60,7 @@ class Event(enum.Enum):
 class Effect(enum.Enum):
     CHOOSE = "choose"  # decide (again)
     WAIT = "wait"  # until the fleet is another, `waits_until` at most
+    PAUSE = "pause"  # for `pause_s`, then `resume`
     SEND = "send"  # book, dispatch and announce the attempt
     SEND_AGAIN = "send again"  # the same attempt, in a moment
     WITHDRAW = "withdraw"  # ask the worker to abort the attempt, and hear how far it was
@@ -80,6 +86,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.OFFERED, E.STARTED): (S.STREAMING, ()),
     (S.OFFERED, E.UNHEARD): (S.OFFERED, (F.SEND_AGAIN,)),
     (S.OFFERED, E.SILENT): (S.WITHDRAWING, (F.WITHDRAW,)),
+    (S.OFFERED, E.CROWDED): (S.CHOOSING, (F.TAKE_BACK, F.PAUSE)),
     (S.OFFERED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.OFFERED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.OFFERED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
@@ -134,6 +141,12 @@ class Unexpected(PrefixbusError):
 
 Effects = tuple[Effect, ...]
 
+# Requests that are refused for the queue are those that several routers sent to one worker in the same moment. If all
+# of them chose anew at once, from what they know, they would meet again. So each pauses for some part of this, and the
+# later ones know what the earlier ones chose. Twice what a load report or an announcement takes: in the lab, with 8
+# routers at conv x3, a mean TTFT of 248 ms against 269 without a pause.
+CROWD_S = 0.012
+
 # Refusals by name; all other reasons are codes of bus.errors, or mean the worker: wrong_incarnation, draining,
 # superseded, given_back.
 QUEUE_TOO_LONG = "queue_too_long"
@@ -171,6 +184,7 @@ class Attempts:
         self.waits_until: float | None = None
         self._patience_s = patience_s
         self._is_unheard = False
+        self._is_paused = False
         self._last_failure: PrefixbusError = WorkerLost()
 
     @property
@@ -186,7 +200,7 @@ class Attempts:
         self.attempt += 1
         self.worker = worker
         self.incarnation = incarnation
-        self._is_unheard = False
+        self._is_unheard = self._is_paused = False
         self.waits_until = None
         return self._step(Event.DECIDED)
 
@@ -218,6 +232,11 @@ class Attempts:
             return self._stale(attempt)
         self.published = True
         return self._step(Event.STARTED)
+
+    def resume(self) -> Effects:
+        """The pause is over."""
+        is_due, self._is_paused = self.state is State.CHOOSING and self._is_paused, False
+        return self._step(Event.LOOK) if is_due else ()
 
     def refused(self, attempt: int, reason: str) -> Effects:
         """The bridge will not run this attempt, or gives it back before its first frame."""
@@ -345,7 +364,8 @@ class Attempts:
         if self.error is None:
             self.failovers.append(why)
         if self.error is None and self.attempt < self._max_attempts:
-            return self._step(Event.FREED)
+            self._is_paused = why == "queue" and self.state is State.OFFERED
+            return self._step(Event.CROWDED if self._is_paused else Event.FREED)
         self.error = self.error or failure
         return self._step(Event.SPENT)
 
@@ -364,6 +384,11 @@ class Attempts:
 
     def __repr__(self) -> str:
         return f"<Attempts {self.state.value} attempt={self.attempt} worker={self.worker or '-'}>"
+
+
+def pause_s(request_id: str, attempt: int) -> float:
+    """How long to pause after this attempt: any part of CROWD_S, another one for each request."""
+    return CROWD_S * (_hash(request_id.encode(), attempt) >> 32) / (1 << 32)
 
 
 def _failure(reason: str) -> PrefixbusError:

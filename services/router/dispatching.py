@@ -53,7 +53,7 @@ from ..bus.messages import (
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, journal, policy
-from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State
+from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State, pause_s
 from .fleet import Available, Fleet, Lost, Survey
 from .learning import Learner
 from .metrics import Metrics, WorkerGauges
@@ -415,6 +415,9 @@ class Request:
                     to_do.extend(self._choose())
                 case Effect.WAIT:
                     self._wait()
+                case Effect.PAUSE:
+                    seconds = pause_s(self._route.request_id, self.attempts.attempt)
+                    self._start("pause", seconds, lambda: self.post(self.attempts.resume))
                 case Effect.SEND:
                     to_do.extend(self._send())
                 case Effect.SEND_AGAIN:

@@ -5,7 +5,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixbus.bus.errors import Cancelled, DeadlineExceeded, NoWorkers, Overloaded, StaleNamespace, WorkerLost
-from prefixbus.router.attempts import TABLE, Attempts, Effect, Effects, Event, State, Unexpected
+from prefixbus.router.attempts import (
+    CROWD_S,
+    TABLE,
+    Attempts,
+    Effect,
+    Effects,
+    Event,
+    State,
+    Unexpected,
+    pause_s,
+)
 
 
 def offered(max_attempts: int = 4) -> Attempts:
@@ -52,11 +62,38 @@ def test_a_pair_that_is_not_in_the_table_raises() -> None:
         offered().decided("w2", 1)
 
 
-def test_a_full_queue_is_chosen_anew_without_avoiding_the_worker() -> None:
+def test_after_a_full_queue_it_is_chosen_anew_in_a_moment_without_avoiding_the_worker() -> None:
     attempts = offered()
 
-    assert attempts.refused(1, "queue_too_long") == (Effect.TAKE_BACK, Effect.CHOOSE)
+    assert attempts.refused(1, "queue_too_long") == (Effect.TAKE_BACK, Effect.PAUSE)
+    assert attempts.resume() == (Effect.CHOOSE,)
     assert attempts.avoid == {}
+
+
+def test_a_pause_that_is_over_once_is_over() -> None:
+    attempts = offered()
+    attempts.refused(1, "queue_too_long")
+    attempts.resume()
+    attempts.decided("w2", 1)
+
+    assert attempts.resume() == ()
+    assert attempts.state is State.OFFERED
+
+
+def test_who_is_cancelled_in_a_pause_is_answered_then() -> None:
+    attempts = offered()
+    attempts.refused(1, "queue_too_long")
+
+    assert attempts.cancel() == (Effect.ANSWER,)
+    assert attempts.resume() == ()
+
+
+def test_pauses_are_short_and_spread_over_their_whole_length() -> None:
+    pauses = [pause_s(f"request {number}", attempt) for number in range(500) for attempt in (1, 2, 3)]
+
+    assert 0 <= min(pauses) < 0.1 * CROWD_S
+    assert 0.9 * CROWD_S < max(pauses) < CROWD_S
+    assert sum(pauses) / len(pauses) == pytest.approx(CROWD_S / 2, rel=0.1)
 
 
 def test_who_has_waited_for_long_is_chosen_anew_and_that_is_known() -> None:
@@ -622,6 +659,10 @@ class OneStreamOneEnd(RuleBasedStateMachine):
     def heartbeats_are(self, late: bool) -> None:
         self.all_are_late = late
         self.act(self.attempts.look())
+
+    @rule()
+    def pause_is_over(self) -> None:
+        self.act(self.attempts.resume())
 
     @precondition(lambda self: self.impatient)
     @rule()
