@@ -23,6 +23,10 @@ TIERS = ("gpu", "host")
 """Where a block is held. `Stored` and `Removed` say it by number, `Level` by name."""
 
 
+WARM = "warm"
+"""The decision of a dispatch that carries out a `WarmOrder`: no client waits for it."""
+
+
 class MessageInvalid(PrefixbusError):
     """A message of another version, or none of ours."""
 
@@ -457,8 +461,8 @@ class DecisionRecord(msgspec.Struct, frozen=True):
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of the record (JSON, `pb.v1.audit.<service>.<id>`): never prompt text.
 
-    `kind` is `reuse` (a request ran and may have reused `tokens` of its namespace's cache), `forged_reply` or
-    `refused_namespace`."""
+    `kind` is `reuse` (a request ran and may have reused `tokens` of its namespace's cache), `warm` (an idle worker
+    computed a prefix that was used before, for no request), `forged_reply` or `refused_namespace`."""
 
     v: int
     kind: str

@@ -29,8 +29,6 @@ from ..bus.messages import VERSION, Dispatched, Load, Outcome, WarmOrder
 
 REWARM = "rewarm"
 COPY = "copy"
-WARM = "warm"
-"""The decision that orders are carried out under."""
 
 # Workers that a prefix is remembered to have been served by.
 _SERVED_BY_MAX = 4

@@ -17,7 +17,7 @@ from ..bus import blockkeys, identity, messages, namespace, revision, subjects
 from ..bus.config import ModelSection
 from ..bus.connection import Subscription
 from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
-from ..bus.messages import VERSION, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
+from ..bus.messages import VERSION, WARM, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
 from ..bus.outbox import Outbox
 from ..bus.runtime import DRAIN_S, Runtime
 from .admission import Admission, Left, Offer, Verdict
@@ -30,6 +30,7 @@ from .metrics import BridgeMetrics
 from .stream import SERVICE, Started, Streams, Told, held_of_prompt
 from .vetting import Refusal, vet
 from .vllm_events import Endpoints
+from .warming import Warming
 
 # A lapsed lease is noticed here before anyone else may act on it: the slack covers a report's way to its listeners.
 _LEASE_SLACK_S = 0.5
@@ -136,6 +137,23 @@ class Bridge:
             caught=rt.caught,
             engine_doubted=self.life.doubt_engine,
         )
+        self.warming = Warming(
+            worker=self._worker,
+            model=options.model,
+            clock=rt.clock,
+            engine=engine,
+            index=self.index,
+            admission=self.admission,
+            cold=self.streams.cold,
+            hits=self.streams.hits,
+            outbox=self._outbox,
+            tasks=rt.task_group,
+            registry=rt.registry,
+            salt_key=salt_key,
+            idle_share=config.placement.idle_share,
+            step_tokens=config.placement.step_tokens,
+            caught=rt.caught,
+        )
         self._watch_numbers()
 
     def __repr__(self) -> str:
@@ -170,6 +188,7 @@ class Bridge:
 
     def died(self, *, replaced: bool) -> None:
         self.admission.incarnation = 0
+        self.warming.give_up()
         if replaced:
             self.streams.give_up_all(WorkerLost("Another bridge has taken the worker's name."))
         else:
@@ -250,6 +269,10 @@ class Bridge:
             self._answer(message, dispatch, Verdict(vetted.code, self.admission.queue_ms(now), 0))
             return
         keys = blockkeys.chain(job.tokens, self._section.block_size, namespace.seed(dispatch.ns_id))
+        if dispatch.decision == WARM:
+            refused, held_blocks = self.warming.offer(dispatch, job, keys)
+            self._answer(message, dispatch, Verdict(refused, self.admission.queue_ms(now), held_blocks))
+            return
         offer = self._offer(dispatch, job, keys)
         verdict = self.admission.offer(offer, now, self._rt.clock.wall())
         if verdict.stop is not None:
@@ -261,6 +284,7 @@ class Bridge:
             self.admission.end(verdict.start, now, Left.GIVEN_BACK)
             self.streams.give_turns()
             return
+        self.warming.give_up()
         if len(self._accepted) < _ACCEPTED_MAX:
             self._accepted.append(dispatch.request_id)
         self.streams.start(
@@ -298,7 +322,7 @@ class Bridge:
 
     def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:
         """Whether the router could be told."""
-        if verdict.refused:
+        if verdict.refused and dispatch.decision != WARM:
             self.metrics.refused(verdict.refused)
         accept = Accept(
             VERSION,
@@ -404,6 +428,7 @@ class Bridge:
         """No new work; what is in hand may end, within the runtime's bound."""
         self.admission.draining = True
         self._heartbeat.changed()
+        self.warming.give_up()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S - _DRAIN_TAIL_S):
                 await self.streams.idle()
@@ -411,6 +436,7 @@ class Bridge:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_TAIL_S - 1):
                 await self.streams.idle()
+                await self.warming.idle()
                 await self.streams.acks.idle()
                 await self._outbox.idle()
 
@@ -423,6 +449,7 @@ class Bridge:
                 "waiting": ("Accepted requests that do not.", lambda: admission.waiting),
                 "held_back": ("Those whose turn with the engine has not come.", lambda: admission.held_back),
                 "attempts": ("Attempts that have not ended.", lambda: self.streams.in_work),
+                "warming": ("1 while an ordered prefix is computed.", lambda: int(self.warming.in_work)),
                 "prompt_tokens": ("Prompt tokens of all accepted requests.", lambda: admission.prompt_tokens),
                 "queue_ms": ("Prefill work ahead of a newcomer.", lambda: admission.queue_ms(rt.clock.now())),
                 "held_blocks": ("Keys of ours that the engine holds.", lambda: index.held_keys),

@@ -13,7 +13,7 @@ import orjson
 
 from ..bus import subjects
 from ..bus.identity import ModelIdentity
-from ..bus.messages import Dispatch, Job
+from ..bus.messages import WARM, Dispatch, Job
 from ..bus.namespace import EPOCH_ZERO, Namespace, ns_id
 
 STALE_NAMESPACE = "stale_namespace"
@@ -58,7 +58,10 @@ def vet(
         return Refusal(BAD_REQUEST, "the dispatch and its job are of different requests")
     if not subjects.is_token(asked.tenant) or (asked.scope and not subjects.is_token(asked.scope)):
         return Refusal(STALE_NAMESPACE, "tenant or scope is malformed", FACT_NAMESPACE)
-    if not subjects.is_own_reply(job.reply, asked.tenant):
+    if dispatch.decision == WARM:
+        if job.reply:
+            return Refusal(BAD_REQUEST, "an order has no client to answer")
+    elif not subjects.is_own_reply(job.reply, asked.tenant):
         return Refusal(FORGED_REPLY, "the reply subject is not in the tenant's inbox", FACT_REPLY)
     epoch = epoch_of(asked.tenant, asked.scope)
     served = identity.namespace(asked.tenant, asked.scope, asked.client_salt, acl_epoch=epoch)

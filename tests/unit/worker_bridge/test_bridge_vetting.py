@@ -112,6 +112,14 @@ def test_an_answer_goes_to_the_tenants_own_inbox_only(reply: str) -> None:
     assert (refusal.code, refusal.fact) == (vetting.FORGED_REPLY, vetting.FACT_REPLY)
 
 
+def test_an_order_has_no_inbox_and_nothing_but_an_order_has_none() -> None:
+    order, with_a_client = job(reply=""), job()
+
+    assert vet(order, dispatch(order, decision="warm")) == {"max_tokens": 3}
+    refusal = vet(with_a_client, dispatch(with_a_client, decision="warm"))
+    assert isinstance(refusal, vetting.Refusal) and refusal.code == vetting.BAD_REQUEST
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
