@@ -215,6 +215,29 @@ def test_a_dispatch_to_a_worker_that_is_gone_announces_nothing() -> None:
     assert len(predictions) == 0
 
 
+def test_more_than_may_be_announced_is_not_taken_and_counts_again_when_others_have_ended() -> None:
+    slots = Slots()
+    predictions = Predictions(slots, blocks_max=100)
+    slots.open()
+
+    taken = [predictions.announce(f"r{number}", 0, NS, run(1, 40), expires_at=5.0) for number in range(3)]
+    again = predictions.announce("r1", 0, NS, run(1, 60), expires_at=5.0)
+    predictions.drop("r0")
+    afterwards = predictions.announce("r3", 0, NS, run(1, 40), expires_at=5.0)
+
+    assert (taken, again, afterwards) == ([True, True, False], True, True)
+
+
+def test_ends_are_remembered_of_a_bounded_number() -> None:
+    _, predictions = planes(1)
+
+    for number in range(5000):
+        predictions.ended(f"r{number}", 1)
+
+    assert not predictions.announce("r4999", 0, NS, run(1, 8), expires_at=5.0)
+    assert predictions.announce("r0", 0, NS, run(1, 8), expires_at=5.0)
+
+
 def test_a_closed_slot_is_not_reused_while_announcements_still_stand_on_it() -> None:
     index, predictions = planes(1)
     for number in range(3):
