@@ -17,7 +17,8 @@ Decisions, by what was chosen:
     blind                the directory did not answer: by load
     round-robin          the policy of that name looks at neither caches nor load
 and, where a worker that holds more was passed over, by why:
-    spill-max-wait       its queue is over `max_warm_wait_ms`, or its free slots are kept for cold requests
+    spill-max-wait       its queue is over `max_warm_wait_ms`, its free slots are kept for cold requests, or the request
+                         has waited there
     spill-margin         it is later by more than the hit is worth, or than `margin_ms` allows
     spill-memory         it would be chosen but for its wait for KV memory"""
 
@@ -360,6 +361,8 @@ def _name(request: RequestShape, chosen: Terms, ranked: list[Terms], barred_beca
     warmest = max(ranked, key=_by_cached)
     is_home = candidate.worker == request.home
     if warmest.candidate.cached_tokens - candidate.cached_tokens >= policy.min_reuse_tokens and not is_home:
+        if request.has_waited:
+            return "spill-max-wait"
         if barred_because:
             return barred_because
         in_memory_alone = warmest.memory_wait_ms > 0 and warmest.cost_ms - warmest.memory_wait_ms <= chosen.cost_ms

@@ -480,7 +480,7 @@ class Attempt:
     def _is_given_up(self) -> bool:
         return self._told is Told.GIVEN_UP or self._streams.heartbeat.lapsed()
 
-    def _tell_router(self, word: str, reply: str = "") -> None:
+    def _tell_router(self, word: str, reply: str = "", least_queue_ms: float = 0.0) -> None:
         """:raises BusUnavailable: not told."""
         streams, ticket = self._streams, self.ticket
         accept = Accept(
@@ -490,7 +490,7 @@ class Attempt:
             streams.worker,
             self._started.dispatch.incarnation,
             word,
-            streams.admission.queue_ms(streams.clock.now()),
+            max(streams.admission.queue_ms(streams.clock.now()), least_queue_ms),
             ticket.held_blocks,
         )
         if self._started.reply:
@@ -579,18 +579,13 @@ class Attempt:
     async def _conclude(self, error: PrefixbusError | None) -> None:
         try:
             await self._until_connected()
-            if self._told is Told.ALL and not (self._is_given_back(error) or isinstance(error, Superseded)):
+            if self._told is Told.ALL and not (error is not None and self._is_left_to_router(error)):
                 await self._until_client_is_back()
             if self._told is Told.NOBODY:
                 return
             if not self._is_given_up():
-                if isinstance(error, Superseded):
-                    self._tell_router(ALREADY_STREAMING)
-                    self._streams.metrics.superseded.inc()
-                    return
-                if error is not None and self._is_given_back(error):
-                    self._tell_router(WAITED if isinstance(error, Waited) else error.code)
-                    self._streams.metrics.given_back(error.code)
+                if error is not None and self._is_left_to_router(error):
+                    self._leave_to_router(error)
                     return
                 if self._told is Told.ALL:
                     self._end_stream(error)
@@ -599,6 +594,26 @@ class Attempt:
         except BusUnavailable:
             self._streams.metrics.frames_dropped.inc()
         await self._hand_over(error)
+
+    def _is_left_to_router(self, error: PrefixbusError) -> bool:
+        return isinstance(error, Superseded) or self._is_given_back(error)
+
+    def _leave_to_router(self, error: PrefixbusError) -> None:
+        """:raises BusUnavailable: not told."""
+        # Who has waited has found out that the queue was longer than anybody knew: an engine that is stuck finishes its
+        # prefills on paper.
+        waited_ms = 1000 * (self._streams.clock.now() - self._began_at) if isinstance(error, Waited) else 0.0
+        self._tell_router(_word(error), least_queue_ms=waited_ms)
+        self._count_left(error)
+
+    def _count_left(self, error: PrefixbusError) -> None:
+        metrics = self._streams.metrics
+        if isinstance(error, Superseded):
+            metrics.superseded.inc()
+        elif self.has_started:
+            metrics.broken(error.code)
+        else:
+            metrics.given_back(error.code)
 
     def _end_stream(self, error: PrefixbusError | None) -> None:
         attempt = self.ticket.attempt
@@ -614,8 +629,9 @@ class Attempt:
         It is told until it listens: when the bus was lost, it may be back later than we are."""
         streams = self._streams
         # What kept us from the bus says nothing about the request.
-        code = WorkerLost.code if error is None or isinstance(error, BusUnavailable) else error.code
-        (streams.metrics.broken if self.has_started else streams.metrics.given_back)(code)
+        if error is None or isinstance(error, BusUnavailable):
+            error = WorkerLost()
+        self._count_left(error)
         streams.admission.amend(self.ticket, self._how_left(error), streams.clock.now())
         with anyio.move_on_after(self._patience_s()):
             while True:
@@ -627,7 +643,7 @@ class Attempt:
                     if self.has_started:
                         # This notice may have been lost with the bus; without it the router would ask somebody else.
                         self._tell_router(STARTED, streams.no_router_subject(self))
-                    self._tell_router(code, streams.no_router_subject(self))
+                    self._tell_router(_word(error), streams.no_router_subject(self))
                     if not streams.clients_may_be_away():
                         return
                 await asyncio.sleep(_PROBE_ANSWER_S)
@@ -694,6 +710,13 @@ class Attempt:
             ended_at=streams.clock.wall(),
             traceparent=self._job.traceparent,
         )
+
+
+def _word(error: PrefixbusError) -> str:
+    """What a router is told of an attempt that ended so."""
+    if isinstance(error, Superseded):
+        return ALREADY_STREAMING
+    return WAITED if isinstance(error, Waited) else error.code
 
 
 def held_of_prompt(index: BlockIndex, ns_id: bytes, keys: bytes, prompt_tokens: int) -> int:

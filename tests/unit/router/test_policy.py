@@ -253,8 +253,10 @@ def test_who_has_waited_is_warm_only_where_nobody_waits_longer() -> None:
     again = choose(shape(60_000, has_waited=True), holder, cold)
     idle = choose(shape(60_000, has_waited=True), msgspec.structs.replace(holder, queue_ms=90.0), cold)
 
-    assert (first.worker, again.worker, idle.worker) == ("holder", "cold", "holder")
-    assert again.name == "spill-max-wait"
+    worse = choose(shape(60_000, has_waited=True), msgspec.structs.replace(holder, queue_ms=9_000.0), cold)
+
+    assert (first.worker, again.worker, idle.worker, worse.worker) == ("holder", "cold", "holder", "cold")
+    assert again.name == worse.name == "spill-max-wait"
 
 
 # --- what a decision is called
