@@ -63,9 +63,11 @@ class Asker:
 @pytest.fixture(scope="module")
 def asker(cluster: Cluster) -> Iterator[Asker]:
     opened = Asker(cluster)
+    processes = dict(cluster.file.processes)
     yield opened
     opened.close()
     asyncio.run(cluster.settles())
+    assert cluster.file.processes == processes, "nothing ended, and was started again"
 
 
 def error_of(frames: list[Msg]) -> tuple[str, str]:
@@ -76,6 +78,18 @@ def error_of(frames: list[Msg]) -> tuple[str, str]:
     assert headers["Pb-Error"] in KNOWN_CODES
     assert 400 <= int(headers["Nats-Service-Error-Code"]) < 600
     return headers["Pb-Error"], headers["Nats-Service-Error"]
+
+
+def routed_requests(cluster: Cluster) -> float:
+    """How many requests tokenizers have handed to a router."""
+    return cluster.metrics("tokenizer").get('prefixbus_tokenizer_requests_total{code="ok"}', 0.0)
+
+
+def is_not_retried(frames: list[Msg]) -> bool:
+    """Whether an answer that ends with an error that another try cannot mend was tried once."""
+    headers = frames[-1].headers or {}
+    kind = errors.by_code(headers.get("Pb-Error", errors.Unavailable.code))
+    return kind.retryable or headers.get("Pb-Attempt", "1") == "1"
 
 
 def body(**fields: Any) -> bytes:
@@ -143,14 +157,16 @@ CASES: dict[str, tuple[bytes, dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_kind_of_bad_input_gets_one_ending_frame_that_helps(asker: Asker, case: str) -> None:
+def test_each_kind_of_bad_input_gets_one_ending_frame_that_helps(cluster: Cluster, asker: Asker, case: str) -> None:
     sent, headers, code, named = CASES[case]
+    routed = routed_requests(cluster)
 
     found, sentence = error_of(asker.ask(sent, headers=headers or None))
 
     assert found == code, sentence
     assert named in sentence
     assert "\n" not in sentence
+    assert routed_requests(cluster) == routed, "what cannot work is given to nobody"
 
 
 def test_an_unknown_model_names_those_that_are_served(asker: Asker) -> None:
@@ -204,6 +220,7 @@ def test_any_value_in_any_field_is_answered_or_refused_by_name(asker: Asker, fie
     headers = frames[-1].headers or {}
     assert headers["Pb-Final"] == "1"
     assert headers.get("Pb-Error", "invalid_json") in KNOWN_CODES - {"internal", "engine_failed", "worker_lost"}
+    assert is_not_retried(frames)
 
 
 @given(data=st.binary(max_size=200))

@@ -201,7 +201,7 @@ async def test_leaving_a_stream_early_cancels_it(cluster: Cluster, client: Clien
 async def test_one_tenant_cannot_cancel_anothers_request(cluster: Cluster, client: Client) -> None:
     stranger = state.add_tenant(cluster.state, f"t{uuid.uuid4().hex[:8]}")
     request_id = uuid.uuid4().hex
-    running = asyncio.create_task(ask(client, chat("Do not stop", max_tokens=200), request_id=request_id))
+    running = asyncio.create_task(ask(client, chat("Do not stop", max_tokens=400), request_id=request_id))
     await eventually(lambda: cluster.engine_busy() > 0, "it runs")
 
     async with await cluster.client(tenant=stranger.tenant, token=stranger.token) as other:
@@ -209,8 +209,9 @@ async def test_one_tenant_cannot_cancel_anothers_request(cluster: Cluster, clien
         await other.cancel(request_id)
         await other._bus.publish(f"pb.v1.cancel.demo.{request_id}")
         await other._bus.flush()
+        assert not running.done(), "the cancels came too late to mean anything"
 
-    assert (await running).usage["completion_tokens"] == 200
+    assert (await running).usage["completion_tokens"] == 400
 
 
 async def test_a_tenants_flood_of_cancels_is_no_other_tenants_business(cluster: Cluster, client: Client) -> None:

@@ -29,7 +29,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 # What a request may end with that was inside, by what was killed. One that a router had told the client of, and not
 # yet dispatched, ends as a silence.
 OF_A_ROUTER = ("silence",)
-OF_A_WORKER = ("worker_lost", "engine_failed", "silence")
+OF_A_WORKER = ("worker_lost", "engine_failed")
 # Streams that were cut end as gaps or silences at the client.
 OF_THE_BUS = ("silence", "stream_gap", "bus_unavailable", "worker_lost", "unavailable")
 

@@ -45,6 +45,8 @@ async def test_a_request_goes_through_and_the_ports_are_https(cluster: Cluster) 
     assert files
     assert all(file.http.startswith("https://127.0.0.1:") for file in files)
     assert all(cluster.is_ready(file.pid) for file in files)
+    # Read from the metrics of each.
+    await cluster.settles()
 
 
 async def test_plain_connections_are_turned_away(cluster: Cluster) -> None:

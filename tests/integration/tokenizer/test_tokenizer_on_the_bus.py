@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import anyio
 import msgspec
 import orjson
 from nats.aio.msg import Msg
@@ -18,7 +17,7 @@ from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
 from prefixbus.bus.config import ModelSection
 from prefixbus.bus.connection import Bus
-from prefixbus.bus.messages import JOB, ROUTE, Route
+from prefixbus.bus.messages import FACT, JOB, ROUTE, Fact, Route
 from prefixbus.bus.runtime import Runtime
 from prefixbus.tokenizer import service
 
@@ -137,19 +136,34 @@ async def test_a_forged_reply_is_on_the_record_and_nowhere_else(tmp_path: Path) 
         await server.provision()
         await server.callout()
         tenant = await server.tenant_bus(server.demo.tenant, server.demo.token)
-        async with tokenizer(server, "t1") as rt:
-            await tenant.publish(subjects.infer(server.demo.tenant, "tiny"), BODY, reply="_SVC.router.r1.x")
+        other = await server.tenant_bus("other", server.token("other"))
+        router, operator = await server.bus("router"), await server.bus("operator")
+        forged = [f"{other.inbox_prefix}.x", f"{router.inbox_prefix}.x", "$JS.API.STREAM.DELETE.AUDIT"]
+        strayed: list[Msg] = []
+        facts: list[Fact] = []
 
-            def recorded() -> bool:
-                name, labels = "prefixbus_tokenizer_requests_total", {"code": "forged_reply"}
-                return rt.registry.get_sample_value(name, labels) == 1
+        async def stray(message: Msg) -> None:
+            strayed.append(message)
 
-            await eventually(recorded, "a fact")
-        with anyio.fail_after(5):
-            stream = (await server.bus("deploy")).jetstream
-            info = await stream.stream_info(subjects.STREAM_AUDIT)
+        async def record(message: Msg) -> None:
+            facts.append(FACT.decode(message.data))
 
-        assert info.state.messages == 1
+        await other.subscribe(forged[0], stray)
+        await router.subscribe(forged[1], stray)
+        await router.subscribe(subjects.ALL_ROUTE, stray, queue="router")
+        await operator.follow(subjects.STREAM_AUDIT, subjects.audit("tokenizer", "*"), record, start="all")
+        async with tokenizer(server, "t1"):
+            for reply in forged:
+                await tenant.publish(subjects.infer(server.demo.tenant, "tiny"), BODY, reply=reply)
+
+            await eventually(lambda: len(facts) == len(forged), "facts")
+        await other.flush()
+        await router.flush()
+
+        assert [(fact.kind, fact.tenant, fact.detail) for fact in facts] == [
+            ("forged_reply", server.demo.tenant, reply) for reply in forged
+        ]
+        assert not strayed
 
 
 def test_loading_a_model_writes_no_lines_of_its_own() -> None:
