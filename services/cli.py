@@ -19,7 +19,7 @@ import typer
 
 from .bus.errors import PrefixbusError, Unavailable
 from .cluster.inquiries import commands as inquiries
-from .cluster.options import DEFAULT_STATE, State
+from .cluster.options import DEFAULT_STATE, TOKEN_VARIABLE, Label, State, TokenFile, read_token
 
 if TYPE_CHECKING:
     from .bus.connection import Bus
@@ -71,7 +71,6 @@ SERVICES = {
     "callout": ".auditor.callout_service",
     "worker_bridge": ".worker_bridge.service",
 }
-TOKEN_VARIABLE = "PREFIXBUS_TOKEN"
 INTERRUPTED = 130
 WAITING = "waiting until every process is ready"
 # What a new worker's bridge waits for the server to take over its key.
@@ -132,7 +131,7 @@ def provision(state: State = DEFAULT_STATE, nats: Annotated[str, typer.Option(he
     async def work() -> None:
         bus = await deployment.connect(state, "deploy", nats or deployment.read_cluster(state).nats_url)
         try:
-            _say((await provision.provision(bus.jetstream)).sentence())
+            _say((await provision.provision(bus.jetstream, deployment.capture_of(state))).sentence())
         finally:
             await bus.close()
 
@@ -283,14 +282,9 @@ def send(
     model: Annotated[str, typer.Option(help="The model to ask.")] = DEFAULT_MODEL,
     tenant: Annotated[str, typer.Option(help="Who asks.")] = "demo",
     scope: Annotated[str, typer.Option(help="The permission scope; empty is tenant-wide.")] = "",
-    label: Annotated[str, typer.Option(help="Which of the tenant's credentials the token is.")] = "default",
+    label: Label = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, readable=True, help=f"File with the tenant's token; else ${TOKEN_VARIABLE}."
-        ),
-    ] = None,
+    token_file: TokenFile = None,
     nats: Annotated[str, typer.Option(help="URL of the server; default: the running cluster's.")] = "",
     ca: Annotated[
         Path | None,
@@ -304,10 +298,7 @@ def send(
     from .client import Client
     from .cluster import deployment, guidance
 
-    token = token_file.read_text("utf-8", "replace") if token_file else os.environ.get(TOKEN_VARIABLE, "")
-    token = token.strip()
-    if not token:
-        raise typer.BadParameter(f"set {TOKEN_VARIABLE} or give --token-file.", param_hint="token")
+    token = read_token(token_file)
     question = sys.stdin.read() if text == "-" else text
     is_simulated = False
     if not nats:

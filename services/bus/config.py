@@ -163,6 +163,18 @@ class PlacementSection(Section, frozen=True):
     tokens_bytes_per_tenant: Annotated[int, Meta(ge=0)] = 16 * 1024 * 1024
 
 
+class CaptureSection(Section, frozen=True):
+    """Whose requests are kept as they came, prompts and all, for `prefixbus replay --resend`; by default nobody's.
+
+    What is kept is readable with the operator's key. `prefixbus provision` (or the next `up`) brings the stream to
+    these bounds; over either the oldest go first."""
+
+    tenants: tuple[str, ...] = ()
+    ttl_s: Annotated[float, Meta(ge=1)] = 24 * 3600.0
+    # At most what the server's store has left beside the other streams (cluster/natsconf.py).
+    max_bytes: Annotated[int, Meta(gt=0, le=256 * 1024 * 1024)] = 128 * 1024 * 1024
+
+
 class PolicySection(Section, frozen=True):
     """Which policy routers start with; `prefixbus policy` changes it without a restart."""
 
@@ -183,6 +195,7 @@ class Config(Section, frozen=True):
     bridge: BridgeSection = BridgeSection()
     placement: PlacementSection = PlacementSection()
     policy: PolicySection = PolicySection()
+    capture: CaptureSection = CaptureSection()
 
 
 def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") -> Config:

@@ -2,7 +2,7 @@
 
 Two forms. Messages that only services read are msgpack arrays (`array_like`): fields are appended with defaults, never
 reordered or removed (golden bytes are tested). Records that people read in JetStream (`Outcome`, `DecisionRecord`,
-`Fact`) are JSON objects. Every message starts with its version `v`; a decoder refuses a version it does not know.
+`Fact`, `Captured`) are JSON objects. Every message starts with its version `v`; a decoder refuses one it does not know.
 
 Units: tokens u32 LE, block keys u64 LE, both as bytes that a hop which does not need them never decodes; times named
 `*_at` are Unix seconds, `*_ms` milliseconds. Ids: `request_id` is ours (bus.ids), `client_request_id` the caller's
@@ -478,6 +478,21 @@ class Fact(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: str = ""
 
 
+class Captured(msgspec.Struct, frozen=True):
+    """A request as its tenant sent it (JSON, `pb.v1.capture.<tenant>.<request id>`), of a tenant that asked for this.
+
+    `body` is the client's own; `prefix_class` its header (empty: it gave none). When it came is in its id."""
+
+    v: int
+    request_id: str
+    client_request_id: str
+    tenant: str
+    scope: str
+    model: str
+    prefix_class: str
+    body: msgspec.Raw
+
+
 T = TypeVar("T")
 
 
@@ -517,3 +532,4 @@ CONTROL_REPLY: Wire[ControlReply] = Wire(ControlReply)
 OUTCOME: Wire[Outcome] = Wire(Outcome, json=True)
 DECISION: Wire[DecisionRecord] = Wire(DecisionRecord, json=True)
 FACT: Wire[Fact] = Wire(Fact, json=True)
+CAPTURED: Wire[Captured] = Wire(Captured, json=True)

@@ -15,6 +15,7 @@
     pb.v1.journal.<request id>               router: the decision, and why            (stream JOURNAL)
     pb.v1.audit.<service>.<id>               facts for the record                     (stream AUDIT)
     pb.v1.claim.<request id>                 bridge: this attempt's answer goes out    (stream CLAIMS)
+    pb.v1.capture.<tenant>.<request id>      tokenizer: a request as its tenant sent it (stream CAPTURE)
 
 Must not know: NATS connections.   Source: DESIGN section 2."""
 
@@ -29,6 +30,7 @@ STREAM_KV_EVENTS = "KV_EVENTS"
 STREAM_JOURNAL = "JOURNAL"
 STREAM_AUDIT = "AUDIT"
 STREAM_CLAIMS = "CLAIMS"
+STREAM_CAPTURE = "CAPTURE"
 BUCKET_WORKERS = "WORKERS"
 BUCKET_POLICIES = "POLICIES"
 
@@ -41,7 +43,7 @@ CLAIMS_KEPT_S = 900.0
 
 # What each service uses; it does not start without.
 STREAMS_OF = {
-    "tokenizer": (STREAM_AUDIT,),
+    "tokenizer": (STREAM_AUDIT, STREAM_CAPTURE),
     "directory": (STREAM_KV_EVENTS,),
     "router": (STREAM_JOURNAL, STREAM_POLICIES),
     "worker_bridge": (STREAM_KV_EVENTS, STREAM_JOURNAL, STREAM_AUDIT, STREAM_CLAIMS, STREAM_WORKERS),
@@ -207,6 +209,10 @@ def journal(request_id: str) -> str:
 
 def audit(service: str, instance: str) -> str:
     return f"{PREFIX}.audit.{service}.{instance}"
+
+
+def capture(tenant: str, request_id: str) -> str:
+    return f"{PREFIX}.capture.{tenant}.{request_id}"
 
 
 def claim(request_id: str) -> str:

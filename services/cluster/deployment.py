@@ -193,6 +193,11 @@ def tls_of(directory: Path) -> ssl.SSLContext | None:
     return tls.client_context(config_module.load(directory / "config.toml", os.environ).tls, directory)
 
 
+def capture_of(directory: Path) -> config_module.CaptureSection:
+    """Whose requests the deployment keeps, and how long. :raises ConfigInvalid: its config cannot be read."""
+    return config_module.load(directory / "config.toml", os.environ).capture
+
+
 def http_session(directory: Path) -> aiohttp.ClientSession:
     """For the HTTP ports of a deployment's services."""
     context = tls_of(directory)
@@ -296,7 +301,7 @@ class Deployment:
         await self._run(Spec("nats-server", [nats_server_binary(), "-c", str(config)], _NATS))
         bus = await self._until_nats_answers()
         try:
-            report = await provision.provision(bus.jetstream)
+            report = await provision.provision(bus.jetstream, capture_of(self._directory))
         finally:
             await bus.close()
         if report.updated:

@@ -4,6 +4,7 @@
 Owns: their arguments, exit statuses and output.   Must not know: how decisions are made or records are kept."""
 
 import asyncio
+import enum
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import DEFAULT_STATE, State
+from .options import DEFAULT_STATE, Label, State, TokenFile, read_token
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,10 +22,20 @@ if TYPE_CHECKING:
     from ..lab.rebuild import Rebuild
     from ..lab.replay import Replayed, WhatIf
     from .records import Records
+    from .resend import Again
 
 # Heavy modules are imported by the commands that need them, as in cli.py.
 
 commands = typer.Typer()
+
+
+class Speed(enum.Enum):
+    """When captured requests are sent again."""
+
+    ORIGINAL = "original"
+    AS_SOON_AS_POSSIBLE = "asap"
+
+
 _MOST_SHOWN = 20
 
 Since = Annotated[str, typer.Option(help="From then on: 10m, 2h, 1d ago, or 2026-03-01T12:00.")]
@@ -73,12 +84,26 @@ def replay(
             "--directory-at", min=1, help="Instead: what each worker held at this sequence of the stream KV_EVENTS."
         ),
     ] = None,
+    resend: Annotated[
+        bool, typer.Option("--resend", help="Instead: send a tenant's captured requests of the time range again.")
+    ] = False,
+    speed: Annotated[Speed, typer.Option(help="--resend: at the original distances in time, or at once.")] = (
+        Speed.ORIGINAL
+    ),
+    tenant: Annotated[str, typer.Option(help="--resend: whose requests, and with whose token they are sent.")] = "demo",
+    label: Label = "default",
+    token_file: TokenFile = None,
 ) -> None:
     """Make recorded decisions again: the same must come out, to the last bit. Ends with 1 if it does not."""
     if directory_at is not None:
-        if request_id or since or until or policy:
+        if request_id or since or until or policy or resend:
             raise typer.BadParameter("stands alone.", param_hint="--directory-at")
         _print_directory(state, directory_at)
+        return
+    if resend:
+        if request_id or policy:
+            raise typer.BadParameter("sends all of a time range.", param_hint="--resend")
+        _resend(state, _range(since, until), tenant, label, read_token(token_file), in_time=speed is Speed.ORIGINAL)
         return
     from ..lab import replay as replay_module
     from ..router import policy as policy_module
@@ -99,6 +124,38 @@ def replay(
         also = f", {unmade} could not be made again" if unmade else ""
         typer.echo(f"{len(replayed)} decisions, {len(different) - unmade} differences{also}")
     if different:
+        raise typer.Exit(1)
+
+
+def _resend(
+    state: Path,
+    bounds: tuple[float | None, float | None],
+    tenant: str,
+    label: str,
+    token: str,
+    *,
+    in_time: bool,
+) -> None:
+    from ..bus import subjects
+    from . import deployment, records
+    from . import resend as resend_module
+
+    subjects.token(tenant, "--tenant")
+    credential = resend_module.Credential(tenant, token, label, deployment.read_cluster(state).nats_url)
+
+    async def work() -> "list[Again]":
+        async with records.operator(state) as bus:
+            requests = await resend_module.captured(bus, tenant, *bounds)
+            if not requests:
+                return []
+            return await resend_module.resend(bus, credential, requests, deployment.tls_of(state), in_time=in_time)
+
+    sent = asyncio.run(work())
+    if not sent:
+        typer.echo(f"nothing of tenant {tenant} is captured in this time; [capture] in config.toml says whose is")
+        return
+    _print([resend_module.table(sent), resend_module.sums(sent)])
+    if any(again.error for again in sent):
         raise typer.Exit(1)
 
 

@@ -1,5 +1,6 @@
-"""Options that several commands have."""
+"""Options that several commands have, and what they mean."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -7,3 +8,19 @@ import typer
 
 State = Annotated[Path, typer.Option("--state", help="The state directory.", envvar="PREFIXBUS_STATE")]
 DEFAULT_STATE = Path(".prefixbus")
+TOKEN_VARIABLE = "PREFIXBUS_TOKEN"
+Label = Annotated[str, typer.Option(help="Which of the tenant's credentials the token is.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, readable=True, help=f"File with the tenant's token; else ${TOKEN_VARIABLE}."
+    ),
+]
+
+
+def read_token(token_file: Path | None) -> str:
+    """A tenant's token, from the file or the environment. :raises BadParameter: it is in neither."""
+    token = token_file.read_text("utf-8", "replace") if token_file else os.environ.get(TOKEN_VARIABLE, "")
+    if not token.strip():
+        raise typer.BadParameter(f"set {TOKEN_VARIABLE} or give --token-file.", param_hint="token")
+    return token.strip()

@@ -26,6 +26,7 @@ ALL_STREAMS = (
     subjects.STREAM_JOURNAL,
     subjects.STREAM_AUDIT,
     subjects.STREAM_CLAIMS,
+    subjects.STREAM_CAPTURE,
     subjects.STREAM_WORKERS,
     subjects.STREAM_POLICIES,
 )
@@ -170,9 +171,10 @@ def _tokenizer() -> Access:
             subjects.ALL_CANCELLED,
             _TENANT_INBOXES,  # error frames
             subjects.audit("tokenizer", "*"),
+            subjects.capture("*", "*"),
             "_SVC.operator.>",
         ),
-        checks=(subjects.STREAM_AUDIT,),
+        checks=subjects.STREAMS_OF["tokenizer"],
     )
 
 
@@ -265,6 +267,7 @@ def _operator() -> Access:
             subjects.STREAM_WORKERS,
             subjects.STREAM_POLICIES,
             subjects.STREAM_KV_EVENTS,  # what workers held when a decision was made
+            subjects.STREAM_CAPTURE,  # requests to be sent again
         ),
         # Only where nobody's durable consumer could be changed or deleted.
         browses=(subjects.STREAM_JOURNAL,),

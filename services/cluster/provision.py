@@ -24,6 +24,7 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
 
 from ..bus import subjects
+from ..bus.config import CaptureSection
 from ..bus.errors import BusUnavailable, ConfigInvalid
 from . import permissions
 
@@ -32,7 +33,10 @@ _HOUR = 3600.0
 _DAY = 24 * _HOUR
 
 
-def stream_configs() -> tuple[StreamConfig, ...]:
+NO_CAPTURE = CaptureSection()
+
+
+def stream_configs(capture: CaptureSection = NO_CAPTURE) -> tuple[StreamConfig, ...]:
     """Every stream, bounded in bytes and age."""
     return (
         StreamConfig(
@@ -90,6 +94,16 @@ def stream_configs() -> tuple[StreamConfig, ...]:
             # measured): a stream in memory is gone after a restart, name and all.
             max_bytes=40 * _MIB,
             **_COMMON,
+        ),
+        StreamConfig(
+            name=subjects.STREAM_CAPTURE,
+            description="Requests of tenants that asked to have them kept.",
+            subjects=[subjects.capture("*", "*")],
+            max_bytes=capture.max_bytes,
+            max_age=capture.ttl_s,
+            discard=DiscardPolicy.OLD,
+            allow_direct=True,
+            **{**_COMMON, "duplicate_window": min(capture.ttl_s, _COMMON["duplicate_window"])},
         ),
         # One registration per worker, some 100 B: a name's only record must not age out while the worker lives.
         _bucket(subjects.BUCKET_WORKERS, "Registrations of workers; a sequence is an incarnation.", 1, 4 * _MIB, None),
@@ -149,14 +163,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text[0].upper()}{text[1:]}."
 
 
-async def provision(js: JetStreamContext) -> Report:
+async def provision(js: JetStreamContext, capture: CaptureSection = NO_CAPTURE) -> Report:
     """Makes streams, buckets and the auditor's consumer, and brings those that differ to what they should be.
 
     :raises ConfigInvalid: one differs in what the server cannot change; the error names it and the difference.
     :raises BusUnavailable: JetStream did not answer."""
     created: list[str] = []
     updated: list[str] = []
-    for wanted in stream_configs():
+    for wanted in stream_configs(capture):
         name = str(wanted.name)
         try:
             differing = await _ensure(js, wanted)

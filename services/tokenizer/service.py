@@ -36,7 +36,7 @@ from ..bus.errors import (
     Unavailable,
     UnknownModel,
 )
-from ..bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
+from ..bus.messages import CAPTURED, FACT, JOB, OUTCOME, ROUTE, VERSION, Captured, Fact, Job, Outcome, Route
 from ..bus.runtime import Runtime
 from ..bus.subjects import InferSubject
 from . import digests, intake
@@ -61,6 +61,8 @@ RETRY_AFTER_S = "1"
 KNOWN_CALLERS = 4096
 # Forged replies waiting to be put on the record; beyond it they are only counted.
 FACTS_WAITING = 256
+# Bodies on their way into CAPTURE; beyond it requests are not captured.
+MAX_BYTES_CAPTURED = 64 * 1024 * 1024
 MEMO_TENANTS = 16
 SWITCH_S = 0.0005
 
@@ -118,6 +120,11 @@ class Metrics:
             "prefixbus_tokenizer_cancels",
             "Tenants' cancels (passed, malformed, lost: too many of one tenant, or no bus).",
             ["result"],
+            registry=registry,
+        )
+        self.captures_lost = Counter(
+            "prefixbus_tokenizer_captures_lost",
+            "Requests that should have been captured and were not.",
             registry=registry,
         )
         self.ok = self.requests.labels("ok")
@@ -202,6 +209,8 @@ class Tokenizer:
         # The same requests by (tenant, label), which is what a cancel names.
         self._labelled: dict[tuple[str, str], dict[str, _InHand]] = {}
         self._turnstile = Turnstile()
+        self._capturing = frozenset(rt.config.capture.tenants)
+        self._bytes_captured = 0
         metrics.in_work.set_function(lambda: len(self._in_hand))
         self._routed: OrderedDict[str, _Routed] = OrderedDict()
         self._facts, self._facts_to_record = anyio.create_memory_object_stream[Fact](FACTS_WAITING)
@@ -422,6 +431,37 @@ class Tokenizer:
             raise
         self._metrics.ok.inc()
         self._metrics.seconds.observe(rt.clock.now() - in_hand.arrived_at)
+        if begun.subject.tenant in self._capturing:
+            self._capture(in_hand, begun)
+
+    def _capture(self, in_hand: _InHand, begun: _Begun) -> None:
+        """Keeps a request that went on, as it came: its tenant asked for this. Nobody waits for it."""
+        body: bytes = in_hand.message.data
+        if self._bytes_captured + len(body) > MAX_BYTES_CAPTURED:
+            self._metrics.captures_lost.inc()
+            return
+        captured = Captured(
+            v=VERSION,
+            request_id=in_hand.request_id,
+            client_request_id=in_hand.label,
+            tenant=begun.subject.tenant,
+            scope=begun.subject.scope,
+            model=begun.subject.model,
+            prefix_class=begun.envelope.prefix_class,
+            body=msgspec.Raw(body),
+        )
+        self._bytes_captured += len(body)
+        self._tasks.start_soon(self._keep, captured, len(body))
+
+    async def _keep(self, captured: Captured, size: int) -> None:
+        subject = subjects.capture(captured.tenant, captured.request_id)
+        try:
+            await self._rt.bus.publish_acked(subject, CAPTURED.encode(captured), msg_id=captured.request_id)
+        except PrefixbusError as exc:
+            self._metrics.captures_lost.inc()
+            self._rt.caught(exc, "a request was not captured", request_id=captured.request_id)
+        finally:
+            self._bytes_captured -= size
 
     def _fail(self, in_hand: _InHand, exc: Exception) -> None:
         """The one ending frame of a request that goes no further."""

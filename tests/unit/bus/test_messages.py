@@ -34,6 +34,8 @@ def sample(kind: Any, name: str = "") -> Any:
         return {name: sample(typing.get_args(kind)[1], name)}
     if origin is not None:
         return sample(typing.get_args(kind)[0], name)
+    if kind is msgspec.Raw:
+        return msgspec.Raw(b'{"field":%d}' % number)
     if kind is bytes:
         return bytes([number] * 8)
     if kind is bool:

@@ -17,10 +17,10 @@ from support.nats import eventually
 
 from prefixbus.bus import blockkeys, namespace, subjects
 from prefixbus.bus.clock import VirtualClock
-from prefixbus.bus.config import Config, LimitsSection, ModelSection, TokenizerSection
+from prefixbus.bus.config import CaptureSection, Config, LimitsSection, ModelSection, TokenizerSection
 from prefixbus.bus.connection import OVERSIZED_HEADERS
 from prefixbus.bus.errors import ConfigInvalid
-from prefixbus.bus.messages import FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
+from prefixbus.bus.messages import CAPTURED, FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
 from prefixbus.bus.runtime import Runtime
 from prefixbus.tokenizer import digests, intake, render, service
 from prefixbus.tokenizer.cancels import PASSED_PER_TURN
@@ -162,6 +162,7 @@ async def running(
     limits: LimitsSection | None = None,
     max_in_work: int = 256,
     max_model_len: int = 2048,
+    captured: tuple[str, ...] = (),
 ) -> AsyncIterator[Stage]:
     (tmp_path / "creds").mkdir()
     for purpose in ("namespace", "journal"):
@@ -175,6 +176,7 @@ async def running(
         limits=limits or LimitsSection(),
         models={"tiny/1": section, "broken": section},
         tokenizer=TokenizerSection(max_in_work=max_in_work),
+        capture=CaptureSection(tenants=captured),
     )
     clock, bus = VirtualClock(), FakeBus()
     rt = Runtime("tokenizer", "t1", tmp_path, config, clock)
@@ -631,3 +633,62 @@ def test_a_directory_without_a_tokenizer_is_not_served(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigInvalid, match="cannot be loaded"):
         service.load_model("m", ModelSection(tokenizer=".", model_revision="w"), tmp_path)
+
+
+def on_capture(stage: Stage) -> list[Sent]:
+    return [one for one in stage.bus.sent if one.subject.startswith("pb.v1.capture.")]
+
+
+async def test_a_tenant_that_asked_has_its_requests_kept_as_they_came(tmp_path: Path) -> None:
+    async with running(tmp_path, captured=("acme",)) as stage:
+        raw = orjson.dumps(BODY).replace(b"{", b"{ ", 1)
+
+        await stage.send(raw, headers={"Pb-Request-Id": "mine", "Pb-Prefix-Class": "rag"})
+
+        route, _, _ = await stage.routed()
+        (kept,) = await stage.bus.sent_to(f"pb.v1.capture.acme.{route.request_id}")
+        captured = CAPTURED.decode(kept.payload)
+        assert bytes(captured.body) == raw
+        assert (captured.request_id, captured.client_request_id) == (route.request_id, "mine")
+        assert (captured.tenant, captured.scope, captured.model) == ("acme", "team-a", "tiny/1")
+        assert captured.prefix_class == "rag"
+
+
+@pytest.mark.parametrize("captured", [(), ("acme-2", "other")], ids=["by default", "others did"])
+async def test_nothing_is_kept_of_a_tenant_that_did_not_ask(tmp_path: Path, captured: tuple[str, ...]) -> None:
+    async with running(tmp_path, captured=captured) as stage:
+        await stage.send()
+        await stage.routed()
+        await stage.send()
+        await stage.routed(count=2)
+
+        assert on_capture(stage) == []
+
+
+async def test_a_request_that_is_refused_is_not_kept(tmp_path: Path) -> None:
+    async with running(tmp_path, captured=("acme",)) as stage:
+        await stage.send({**BODY, "n": 0})
+        await stage.refused()
+        await stage.send()
+        await stage.routed()
+
+        await stage.bus.until(lambda: on_capture(stage))
+        assert len(on_capture(stage)) == 1
+
+
+async def test_a_stream_that_does_not_answer_holds_up_no_request_and_is_given_no_more_than_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_BYTES_CAPTURED", 3 * len(orjson.dumps(BODY)))
+    async with running(tmp_path, captured=("acme",)) as stage:
+        stage.bus.stream_answers.clear()
+
+        for count in range(1, 6):
+            await stage.send()
+            await stage.routed(count=count)
+
+        assert stage.metric("captures_lost_total") == 2
+        stage.bus.stream_answers.set()
+        await stage.bus.until(lambda: len(on_capture(stage)) == 3)
+        await stage.send()
+        await stage.bus.until(lambda: len(on_capture(stage)) == 4)
