@@ -17,6 +17,7 @@ import msgspec
 from ..bus import blockkeys, namespace
 from ..bus.messages import Cleared, Removed, Stored
 from .engine_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, Hash
+from .evictions import Evictions
 
 Op = Stored | Removed | Cleared
 
@@ -30,11 +31,13 @@ _GONE_MAX = 65536
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """One of our keys: its parent's key (0 at the start of a chain) and how many physical copies there are.
+    """One of our keys: its parent's key (0 at the start of a chain), since when it is held, and the number of physical
+    copies there are.
 
     Like blocks, never part of a cycle: the collector need not look at tens of thousands of them (8 ms a collection)."""
 
     parent: int
+    stored_at: float
     copies: int = 1
 
 
@@ -109,6 +112,8 @@ class BlockIndex:
         """Hashes held under salts that are not ours: never advertised."""
         self.held_keys = 0
         self.clears = 0
+        self.evictions = Evictions()
+        """Keys whose last copy was removed; what is cleared is not in it."""
         self.generation = 0
         """Counts applied events: a point in the story, see `held_since`."""
         self._parse_salt = parse_salt
@@ -116,6 +121,7 @@ class BlockIndex:
         self._spaces: dict[bytes, _Space] = {}
         self._gone: dict[tuple[bytes, int], int] = {}
         self._gone_known_from = 0
+        self._at = 0.0
 
     def __repr__(self) -> str:
         story = "complete" if self.complete else "incomplete"
@@ -158,9 +164,10 @@ class BlockIndex:
 
     # --- what happens ---
 
-    def apply(self, events: Iterable[EngineEvent]) -> list[Op]:
-        """The changes that these events make, in order."""
+    def apply(self, events: Iterable[EngineEvent], at: float = 0.0) -> list[Op]:
+        """The changes that these events make, in order; `at` is when the engine made them, in seconds."""
         ops = _Ops()
+        self._at = at
         for event in events:
             self.generation += 1
             if type(event) is BlockStored:
@@ -255,7 +262,7 @@ class BlockIndex:
         if entry is not None:
             entry.copies += 1
             return False
-        space.entries[block.key] = _Entry(parent_key)
+        space.entries[block.key] = _Entry(parent_key, self._at)
         self.held_keys += 1
         return True
 
@@ -276,6 +283,7 @@ class BlockIndex:
             entry = space.entries[block.key]
             entry.copies -= 1
             if not entry.copies:
+                self.evictions.add(self._at - entry.stored_at)
                 self._forget_key(space, block.key)
                 ops.remove(space.ns_id, block.key)
 

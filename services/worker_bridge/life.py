@@ -226,7 +226,7 @@ class Life:
             if isinstance(event, BlockStored):
                 self.engine_block_size = event.block_size
                 break
-        self._feed.add(self._index.apply(batch.events))
+        self._feed.add(self._index.apply(batch.events, batch.ts))
 
     def caught_up(self) -> None:
         self._caught_up.set()

@@ -1,73 +1,118 @@
-"""What a bridge tells Prometheus. Labels are bounded: whatever comes from outside is one of a known set, or `other`.
+"""What a bridge tells Prometheus: what each attempt measured, and what its worker holds.
+
+What was decided, and why, is the router's to count (router/metrics.py). A bridge has one model, one template and one
+pool, so these labels have one value here and tell workers apart where all are added up; of the others, whatever comes
+from outside is one of a known set (bus/labels.py).
 
 Owns: names, labels, buckets.   Must not know: how anything is counted.   Source: DESIGN 11."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..bus import labels
 from ..bus.blockkeys import warmth
 from ..bus.messages import Outcome
+from .evictions import Evictions
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
-_CLASSES = frozenset(("system", "document", "session", "rag"))
-_DECISIONS = frozenset(
-    (
-        "prefer-warm-worker",
-        "partial-hit",
-        "remote-pull",
-        "home-worker",
-        "balanced-cold",
-        "cold-reserve",
-        "spill-max-wait",
-        "spill-margin",
-        "spill-memory",
-        "blind",
-        "round-robin",
-    )
-)
-_OTHER = "other"
+
+GAUGES = {
+    "running": "Requests that have their first token.",
+    "waiting": "Accepted requests that do not.",
+    "held_back": "Those whose turn with the engine has not come.",
+    "attempts": "Attempts that have not ended.",
+    "warming": "1 while an ordered prefix is computed.",
+    "prompt_tokens": "Prompt tokens of all accepted requests.",
+    "queue_ms": "Prefill work ahead of a newcomer.",
+    "held_blocks": "Keys of ours that the engine holds.",
+    "foreign_blocks": "Blocks held under salts that are not ours.",
+    "kv_occupancy_ratio": "Blocks held over what the engine has room for; 0 if it does not say.",
+    "kv_pinned_ratio": "Prompt tokens of accepted requests over what the engine has room for; 0 if it does not say.",
+    "story_complete": "1 if all the engine's events were heard.",
+    "engine_event_lag_seconds": "Age of the last event batch when heard.",
+    "incarnation": "The worker's current life, 0 if none.",
+    "kv_seq": "Block events published in this life.",
+}
+COUNTERS = {
+    "cache_clears": "Times that all the worker held was void at once: a reset, an engine's end, lost events.",
+    "engine_sessions": "Connections to the engine's events.",
+    "engine_event_gaps": "Gaps in the engine's events.",
+    "engine_batches": "Event batches heard.",
+    "engine_events_unknown": "Events of unknown kinds.",
+    "blocks_malformed": "Stored blocks that could not be read.",
+    "blocks_of_unknown_parents": "Stored blocks whose parent is unknown.",
+    "blocks_of_other_tiers": "Block events of other tiers.",
+    "kv_messages_unsent": "Block events that the bus did not take.",
+    "dumps": "Dumps written.",
+    "heartbeats": "Heartbeats sent.",
+    "heartbeats_skipped": "Heartbeats that the bus did not take.",
+    "hits_unverified": "Answers whose reuse could not be checked.",
+    "engine_silent": "Answers that no block event followed.",
+}
 
 
-class _Now(Collector):
-    """Numbers that others keep, read when someone scrapes."""
+class Watched(Collector):
+    """Numbers that others keep, read when someone scrapes: `readings` has one for each of GAUGES and COUNTERS."""
 
-    def __init__(
-        self, gauges: dict[str, tuple[str, Callable[[], float]]], counters: dict[str, tuple[str, Callable[[], float]]]
-    ) -> None:
-        self._gauges = gauges
-        self._counters = counters
+    def __init__(self, readings: Mapping[str, Callable[[], float]], evictions: Evictions) -> None:
+        strange = readings.keys() ^ (GAUGES.keys() | COUNTERS.keys())
+        if strange:
+            raise ValueError(f"not read, or not known: {', '.join(sorted(strange))}")
+        self._readings = readings
+        self._evictions = evictions
 
     def collect(self) -> Iterator[Metric]:
-        for name, (text, read) in self._gauges.items():
-            yield GaugeMetricFamily(name, text, value=read())
-        for name, (text, read) in self._counters.items():
-            yield CounterMetricFamily(name, text, value=read())
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"prefixbus_bridge_{name}", text, value=self._readings[name]())
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"prefixbus_bridge_{name}", text, value=self._readings[name]())
+        yield HistogramMetricFamily(
+            "prefixbus_bridge_evicted_block_age_seconds",
+            "How long blocks had been held when the engine evicted them; what a reset took is not in it.",
+            buckets=self._evictions.buckets(),
+            sum_value=self._evictions.total_s,
+        )
 
 
 class BridgeMetrics:
     """Fed once a request."""
 
-    def __init__(self, registry: CollectorRegistry, block_size: int) -> None:
+    def __init__(self, registry: CollectorRegistry, block_size: int, *, model: str, pool: str, template: str) -> None:
+        """`template` is the version of the served model's template, as the config has it."""
         self._registry = registry
         self._block_size = block_size
+        self._served = model, pool or labels.NONE, labels.template(template)
+        served = "model", "pool", "template"
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"prefixbus_bridge_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, *names: str) -> Counter:
+            return Counter(f"prefixbus_bridge_{name}", text, names, registry=registry)
 
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(f"prefixbus_bridge_{name}", text, labels, registry=registry, buckets=_SECONDS)
+        def histogram(name: str, text: str, *names: str) -> Histogram:
+            return Histogram(f"prefixbus_bridge_{name}", text, names, registry=registry, buckets=_SECONDS)
 
-        self._requests = counter("requests", "Attempts that ended, by how.", "model", "status", "error")
+        of_class = *served, "prefix_class"
+        self._requests = counter("requests", "Attempts that ended, by how.", *of_class, "status", "error")
+        self._input = counter(
+            "input_tokens",
+            "Prompt tokens of answered requests: cached (prefill avoided) or uncached (computed).",
+            *of_class,
+            "source",
+        )
+        self._predictions = counter(
+            "predicted_tokens",
+            "Predicted against actual cached tokens of answered requests: met (predicted and there), missed (predicted "
+            "and not there), unforeseen (there and not predicted).",
+            *of_class,
+            "verdict",
+        )
+        self._output = counter("output_tokens", "Tokens generated.", *of_class)
+        self._ttft = histogram("ttft_seconds", "Acceptance to first frame.", *of_class, "warmth")
+        self._total = histogram("request_seconds", "Acceptance to the end of answered requests.", *of_class, "warmth")
+        self._queue_wait = histogram("queue_wait_seconds", "Others' prefills before its own.", *of_class, "decision")
         self._refusals = counter("dispatches_refused", "Dispatches not taken, by reason.", "reason")
-        self._input = counter("input_tokens", "Prompt tokens of answered requests.", "model", "prefix_class", "source")
-        self._predicted = counter("predicted_tokens", "Cached tokens that decisions predicted.", "model")
-        self._output = counter("output_tokens", "Tokens generated.", "model")
-        self._ttft = histogram("ttft_seconds", "Acceptance to first frame.", "model", "prefix_class", "warmth")
-        self._total = histogram("request_seconds", "Acceptance to the end.", "model", "warmth")
-        self._queue_wait = histogram("queue_wait_seconds", "Others' prefills before its own.", "decision")
         self._given_back = counter("attempts_given_back", "Accepted, and given back before the first frame.", "error")
         self._broken = counter("attempts_broken", "Begun, and left to the router to end.", "error")
         self.superseded = counter("attempts_superseded", "Attempts that found another one answering their request.")
@@ -82,14 +127,12 @@ class BridgeMetrics:
         self.frames_dropped = counter("frames_dropped", "Frames that the bus did not take.")
         self.keepalives = counter("keepalives", "Keep-alive chunks published.")
         self.clients_gone = counter("clients_gone", "Requests whose client had stopped listening.")
+        self.warm_orders = counter("warm_orders", "Orders to compute a prefix, by result.", "result")
+        self.warm_tokens = counter("warm_tokens", "Tokens of ordered prefixes, by source.", "source")
 
-    def watch(
-        self,
-        gauges: dict[str, tuple[str, Callable[[], float]]],
-        counters: dict[str, tuple[str, Callable[[], float]]],
-    ) -> None:
-        """Numbers to read at each scrape: name without prefix -> (text, reading)."""
-        self._registry.register(_Now(_prefixed(gauges), _prefixed(counters)))
+    def watch(self, readings: Mapping[str, Callable[[], float]], evictions: Evictions) -> None:
+        """What to read at each scrape, by name. :raises ValueError: a name is missing, or none of ours."""
+        self._registry.register(Watched(readings, evictions))
 
     def refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
@@ -101,25 +144,22 @@ class BridgeMetrics:
         self._broken.labels(error).inc()
 
     def ended(self, outcome: Outcome) -> None:
-        model = outcome.model
-        self._requests.labels(model, outcome.status, outcome.error).inc()
-        self._output.labels(model).inc(outcome.output_tokens)
+        of_class = *self._served, labels.prefix_class(outcome.prefix_class)
         cached = outcome.cached_tokens
         kind = "unknown" if cached is None else warmth(outcome.prompt_tokens, cached, self._block_size)
-        prefix_class = outcome.prefix_class if outcome.prefix_class in _CLASSES else _OTHER
-        if outcome.cached_tokens is not None:
-            uncached = max(0, outcome.prompt_tokens - outcome.cached_tokens)
-            self._input.labels(model, prefix_class, "cached").inc(outcome.cached_tokens)
-            self._input.labels(model, prefix_class, "uncached").inc(uncached)
-            self._predicted.labels(model).inc(max(0, outcome.predicted_tokens))
+        self._requests.labels(*of_class, outcome.status, outcome.error or labels.NONE).inc()
+        self._output.labels(*of_class).inc(outcome.output_tokens)
+        if cached is not None:
+            self._input.labels(*of_class, "cached").inc(cached)
+            self._input.labels(*of_class, "uncached").inc(max(0, outcome.prompt_tokens - cached))
+            predicted = max(0, outcome.predicted_tokens)
+            met = min(predicted, cached)
+            self._predictions.labels(*of_class, "met").inc(met)
+            self._predictions.labels(*of_class, "missed").inc(predicted - met)
+            self._predictions.labels(*of_class, "unforeseen").inc(cached - met)
         if outcome.ttft_ms is not None:
-            self._ttft.labels(model, prefix_class, kind).observe(outcome.ttft_ms / 1000)
+            self._ttft.labels(*of_class, kind).observe(outcome.ttft_ms / 1000)
         if outcome.queue_wait_ms is not None:
-            decision = outcome.decision if outcome.decision in _DECISIONS else _OTHER
-            self._queue_wait.labels(decision).observe(outcome.queue_wait_ms / 1000)
+            self._queue_wait.labels(*of_class, labels.decision(outcome.decision)).observe(outcome.queue_wait_ms / 1000)
         if outcome.status == "ok":
-            self._total.labels(model, kind).observe(outcome.total_ms / 1000)
-
-
-def _prefixed(numbers: dict[str, tuple[str, Callable[[], float]]]) -> dict[str, tuple[str, Callable[[], float]]]:
-    return {f"prefixbus_bridge_{name}": number for name, number in numbers.items()}
+            self._total.labels(*of_class, kind).observe(outcome.total_ms / 1000)

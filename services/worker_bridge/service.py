@@ -115,7 +115,13 @@ class Bridge:
             on_sent=self._load_sent,
             on_lapse=self._lapsed,
         )
-        self.metrics = BridgeMetrics(rt.registry, section.block_size)
+        self.metrics = BridgeMetrics(
+            rt.registry,
+            section.block_size,
+            model=options.model,
+            pool=config.bridge.pool,
+            template=self._identity.template_version,
+        )
         self._outbox = Outbox(
             rt.bus, rt.task_group, lambda exc, subject: rt.caught(exc, "not recorded", subject=subject)
         )
@@ -148,7 +154,7 @@ class Bridge:
             hits=self.streams.hits,
             outbox=self._outbox,
             tasks=rt.task_group,
-            registry=rt.registry,
+            metrics=self.metrics,
             salt_key=salt_key,
             idle_share=config.placement.idle_share,
             step_tokens=config.placement.step_tokens,
@@ -221,7 +227,7 @@ class Bridge:
             running=admission.running,
             waiting=admission.waiting,
             slots=admission.slots,
-            kv_usage=min(1.0, admission.prompt_tokens / record.kv_tokens) if record.kv_tokens else 0.0,
+            kv_usage=self._of_kv(admission.prompt_tokens),
             kv_tokens=record.kv_tokens,
             block_size=record.block_size,
             draining=admission.draining,
@@ -445,36 +451,43 @@ class Bridge:
         hits, unused, heartbeat = self.streams.hits, index.unused, self._heartbeat
         self.metrics.watch(
             {
-                "running": ("Requests that have their first token.", lambda: admission.running),
-                "waiting": ("Accepted requests that do not.", lambda: admission.waiting),
-                "held_back": ("Those whose turn with the engine has not come.", lambda: admission.held_back),
-                "attempts": ("Attempts that have not ended.", lambda: self.streams.in_work),
-                "warming": ("1 while an ordered prefix is computed.", lambda: int(self.warming.in_work)),
-                "prompt_tokens": ("Prompt tokens of all accepted requests.", lambda: admission.prompt_tokens),
-                "queue_ms": ("Prefill work ahead of a newcomer.", lambda: admission.queue_ms(rt.clock.now())),
-                "held_blocks": ("Keys of ours that the engine holds.", lambda: index.held_keys),
-                "foreign_blocks": ("Blocks held under salts that are not ours.", lambda: index.foreign),
-                "story_complete": ("1 if all the engine's events were heard.", lambda: int(index.complete)),
-                "engine_event_lag_seconds": ("Age of the last event batch when heard.", lambda: life.event_lag_s),
-                "incarnation": ("The worker's current life, 0 if none.", lambda: life.incarnation),
-                "kv_seq": ("Block events published in this life.", lambda: sum(feed.seqs)),
+                "running": lambda: admission.running,
+                "waiting": lambda: admission.waiting,
+                "held_back": lambda: admission.held_back,
+                "attempts": lambda: self.streams.in_work,
+                "warming": lambda: int(self.warming.in_work),
+                "prompt_tokens": lambda: admission.prompt_tokens,
+                "queue_ms": lambda: admission.queue_ms(rt.clock.now()),
+                "held_blocks": lambda: index.held_keys,
+                "foreign_blocks": lambda: index.foreign,
+                "kv_occupancy_ratio": lambda: self._of_kv((index.held_keys + index.foreign) * index.block_size),
+                "kv_pinned_ratio": lambda: self._of_kv(admission.prompt_tokens),
+                "story_complete": lambda: int(index.complete),
+                "engine_event_lag_seconds": lambda: life.event_lag_s,
+                "incarnation": lambda: life.incarnation,
+                "kv_seq": lambda: sum(feed.seqs),
+                "cache_clears": lambda: index.clears,
+                "engine_sessions": lambda: life.events.sessions,
+                "engine_event_gaps": lambda: life.events.gaps,
+                "engine_batches": lambda: life.batches,
+                "engine_events_unknown": lambda: life.unknown_events,
+                "blocks_malformed": lambda: unused.malformed,
+                "blocks_of_unknown_parents": lambda: unused.unknown_parent,
+                "blocks_of_other_tiers": lambda: unused.other_tier,
+                "kv_messages_unsent": lambda: feed.unsent,
+                "dumps": lambda: feed.dumps,
+                "heartbeats": lambda: heartbeat.sent,
+                "heartbeats_skipped": lambda: heartbeat.skipped,
+                "hits_unverified": lambda: hits.unverified,
+                "engine_silent": lambda: hits.silent,
             },
-            {
-                "engine_sessions": ("Connections to the engine's events.", lambda: life.events.sessions),
-                "engine_event_gaps": ("Gaps in the engine's events.", lambda: life.events.gaps),
-                "engine_batches": ("Event batches heard.", lambda: life.batches),
-                "engine_events_unknown": ("Events of unknown kinds.", lambda: life.unknown_events),
-                "blocks_malformed": ("Stored blocks that could not be read.", lambda: unused.malformed),
-                "blocks_of_unknown_parents": ("Stored blocks whose parent is unknown.", lambda: unused.unknown_parent),
-                "blocks_of_other_tiers": ("Block events of other tiers.", lambda: unused.other_tier),
-                "kv_messages_unsent": ("Block events that the bus did not take.", lambda: feed.unsent),
-                "dumps": ("Dumps written.", lambda: feed.dumps),
-                "heartbeats": ("Heartbeats sent.", lambda: heartbeat.sent),
-                "heartbeats_skipped": ("Heartbeats that the bus did not take.", lambda: heartbeat.skipped),
-                "hits_unverified": ("Answers whose reuse could not be checked.", lambda: hits.unverified),
-                "engine_silent": ("Answers that no block event followed.", lambda: hits.silent),
-            },
+            index.evictions,
         )
+
+    def _of_kv(self, tokens: int) -> float:
+        """The share of the engine's KV that so many tokens take."""
+        room = self.life.record.kv_tokens
+        return min(1.0, tokens / room) if room else 0.0
 
 
 def _revisions(state: Path, section: ModelSection) -> revision.Revisions | None:

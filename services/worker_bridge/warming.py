@@ -17,7 +17,6 @@ from collections.abc import Callable
 import anyio
 import anyio.abc
 import msgspec
-from prometheus_client import CollectorRegistry, Counter
 
 from ..bus import namespace, subjects
 from ..bus.clock import Clock
@@ -30,6 +29,7 @@ from .chunks import Usage
 from .cold import ColdRequests
 from .engine import Engine, Generation
 from .hits import Answered, HitCheck
+from .metrics import BridgeMetrics
 from .stream import SERVICE
 
 # Why an order was refused, besides admission's words.
@@ -70,7 +70,7 @@ class Warming:
         hits: HitCheck,
         outbox: Outbox,
         tasks: anyio.abc.TaskGroup,
-        registry: CollectorRegistry,
+        metrics: BridgeMetrics,
         salt_key: bytes,
         idle_share: float,
         step_tokens: int,
@@ -94,12 +94,7 @@ class Warming:
         self._scope = anyio.CancelScope()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._orders = Counter(
-            "prefixbus_bridge_warm_orders", "Orders to compute a prefix, by result.", ["result"], registry=registry
-        )
-        self._tokens = Counter(
-            "prefixbus_bridge_warm_tokens", "Tokens of ordered prefixes, by source.", ["source"], registry=registry
-        )
+        self._metrics = metrics
 
     def __repr__(self) -> str:
         return f"<Warming {self._work.name if self._work is not None else 'nothing'}>"
@@ -113,7 +108,7 @@ class Warming:
         held_blocks = self._index.held(dispatch.ns_id, keys)
         refused = self._why_not(dispatch, held_blocks, len(keys) // 8)
         if refused:
-            self._orders.labels(refused).inc()
+            self._metrics.warm_orders.labels(refused).inc()
             return refused, held_blocks
         self._work = work = _Work(
             dispatch=dispatch,
@@ -222,10 +217,10 @@ class Warming:
             status, result = "cancelled", "given_up"
         else:
             status, result = ("ok", "done") if error is None else ("error", "failed")
-        self._orders.labels(result).inc()
+        self._metrics.warm_orders.labels(result).inc()
         if cached is not None and error is None:
-            self._tokens.labels("cached").inc(cached)
-            self._tokens.labels("computed").inc(max(0, tokens - cached))
+            self._metrics.warm_tokens.labels("cached").inc(cached)
+            self._metrics.warm_tokens.labels("computed").inc(max(0, tokens - cached))
             answered = Answered(
                 request_id=work.dispatch.request_id,
                 ns_id=work.dispatch.ns_id,

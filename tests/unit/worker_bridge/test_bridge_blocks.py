@@ -356,3 +356,18 @@ def test_a_cleared_cache_forgets_what_was_held() -> None:
     assert ops == [Cleared()]
     assert not blocks.remembers(then)
     assert not blocks.holds_namespace(NS_A)
+
+
+def test_an_evicted_block_is_as_old_as_its_key_and_a_cleared_one_is_not_evicted() -> None:
+    blocks = index()
+    blocks.apply([stored(SALT_A, (X, Y))], 100.0)
+    blocks.apply([stored(SALT_A, (X,))], 105.0)
+
+    blocks.apply([removed(SALT_A, (X, Y)), removed(SALT_A, (X,))], 110.0)
+    one_copy_left = blocks.evictions.total_s
+    blocks.apply([removed(SALT_A, (X,))], 130.0)
+    blocks.apply([stored(SALT_A, (X,)), stored(FOREIGN, (X,)), AllBlocksCleared()], 200.0)
+
+    assert one_copy_left == 10.0
+    assert blocks.evictions.total_s == 40.0
+    assert blocks.evictions.buckets()[-1] == ("+Inf", 2)
