@@ -29,6 +29,7 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 _LANES = 256
 # One dict this large resizes in 0.1 ms; unsharded ones reach 301 ms (facts/index.md).
 _SPLIT_AT = 4096
+_JOIN_AT = 512
 # Keys a log segment holds: the unit of sweeping and of compaction, about 1 ms of work.
 _SEGMENT = 2048
 # Forgotten keys may stay in a slot's log up to a quarter of what it holds, and this many in any case.
@@ -401,14 +402,14 @@ class Index:
 
         What came last goes first, from whoever holds most, a segment at the least: ends of chains go before their
         beginnings, so the rest can still be found. A removal of what was dropped changes nothing later."""
-        while budget > 0:
-            held = [(log.live, -slot) for slot, logs in self._logs.items() if (log := logs.get(ns_id)) is not None]
-            if not held:
-                return False
+        held = [(-log.live, slot) for slot, logs in self._logs.items() if (log := logs.get(ns_id)) is not None]
+        heapq.heapify(held)
+        if held:
             self._shed[ns_id] = None
             if len(self._shed) > _SHED_MAX:
                 del self._shed[next(iter(self._shed))]
-            slot = -max(held)[1]
+        while held and budget > 0:
+            slot = held[0][1]
             logs = self._logs[slot]
             log = logs[ns_id]
             segment = log.segments.pop()
@@ -421,12 +422,15 @@ class Index:
             self._stale -= len(forgotten)
             if not log.segments:
                 log.segments.append(array("Q"))
-            if not log.live:
-                del logs[ns_id]
-                if not logs:
-                    del self._logs[slot]
-                self._drop(log)
-        return True
+            if log.live:
+                heapq.heapreplace(held, (-log.live, slot))
+                continue
+            heapq.heappop(held)
+            del logs[ns_id]
+            if not logs:
+                del self._logs[slot]
+            self._drop(log)
+        return bool(held)
 
     def forget(self, slot: int, successor: int | None) -> None:
         """`Plane`: the slot was closed. Its entries go in slices (`sweep`); until then its bits are only masked out."""
@@ -550,7 +554,7 @@ class Index:
                 namespace.shrink_one()
         namespace.entries -= left
         self._entries -= left
-        if lanes and namespace.entries < _SPLIT_AT // 8:
+        if lanes and namespace.entries < _JOIN_AT:
             namespace.join()
             self._split_count -= 1
         if not namespace.entries:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..bus.messages import (
+    GPU,
     TIERS,
     VERSION,
     Dispatched,
@@ -28,6 +29,8 @@ from .trust import Ages, Trust, TrustRules
 
 # Blocks changed without giving the loop to others: about 1.5 ms (bench index_apply).
 SLICE_BLOCKS = 2048
+# The same for shedding, which takes up to a segment of a log more than it was asked for.
+SHED_BLOCKS = 1024
 # How long an answered request's announcement outlives it: its events come through the stream a little later.
 EVENTS_FOLLOW_S = 1.0
 # No announcement is believed for longer without a new one, whatever its router says.
@@ -84,6 +87,11 @@ class Shard:
             announced=self._announced(asked, levels),
         )
 
+    def holders(self, ns_id: bytes, key: int) -> list[str]:
+        """Who holds this block in its GPU tier, or will by a request that was announced."""
+        levels = self.predictions.lookup(self.index, ns_id, key.to_bytes(8, "little"))
+        return self.ledger.holders(levels[0][1])[GPU] if levels else []
+
     # --- what happens ---
 
     def heartbeat(self, worker: str, incarnation: int, last_seq: int, now: float) -> Sequence[Effect]:
@@ -106,7 +114,7 @@ class Shard:
                 now,
             )
         if self.shedding.is_beyond:
-            self.shedding.relieve(now, SLICE_BLOCKS)
+            self.shedding.relieve(now, SHED_BLOCKS)
         return effects
 
     def dispatched(self, sent: Dispatched, now: float, wall: float) -> None:
@@ -154,7 +162,7 @@ class Shard:
         """Drop some of what is over: announcements, entries of closed slots, and what is too much. True if there is
         more."""
         more = self.predictions.expire(now, SLICE_BLOCKS) | self.index.sweep(SLICE_BLOCKS)
-        return more or self.shedding.relieve(now, SLICE_BLOCKS)
+        return more or self.shedding.relieve(now, SHED_BLOCKS)
 
     # --- what a look-up says ---
 
@@ -168,7 +176,9 @@ class Shard:
                 trust[worker] = rules.incomplete
         for doubt in self.trust.doubts(ns_id, now):
             view = self.ledger.view(doubt.worker)
-            if view is not None and view.incarnation == doubt.incarnation and self._is_in(seen, view):
+            if view is None or view.slot is None or view.incarnation != doubt.incarnation:
+                self.trust.forget(ns_id, doubt.worker)
+            elif self._is_in(seen, view):
                 trust[doubt.worker] = trust.get(doubt.worker, 1.0) * doubt.trust
         for slot in self.ages.marked(ns_id):
             touched_at, holder = self.index.touched_at(ns_id, slot), self.ledger.holder_at(slot)

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 
 from .index import Index
 
-# Namespaces looked at in one slice (about 0.3 ms), and how many of the worst are remembered from slice to slice.
-_LOOKED_AT = 512
-_REMEMBERED = 16
+# Namespaces looked at in one slice (about 0.3 ms); how many of the worst are remembered from slice to slice, and how
+# many of them are shed in one at most: what is left over is what those of the next slice are compared with.
+_LOOKED_AT = 256
+_REMEMBERED = 128
+_SHED_AT_ONCE = 32
+# Finding who holds a namespace takes as long as dropping so many keys (256 workers).
+_NAMESPACE_COSTS = 32
 # Uses that are remembered: also of namespaces that hold nothing yet, since the first look-up comes before the first
 # block. About 250 bytes each.
 _USES_MAX = 32768
@@ -66,7 +70,7 @@ class Shedding:
         return use * math.exp2((at - now) / self._bounds.half_life_s)
 
     def relieve(self, now: float, budget: int) -> bool:
-        """Drop about `budget` keys, at most twice as many, if there are too many; true if there still are.
+        """Drop about `budget` keys, at most a log's segment more, if there are too many; true if there still are.
 
         Entries of closed slots go first."""
         index = self._index
@@ -80,10 +84,10 @@ class Shedding:
 
     def _shed(self, now: float, budget: int) -> None:
         index = self._index
-        for ns_id in self._least_useful(now):
+        for ns_id in self._least_useful(now)[:_SHED_AT_ONCE]:
             before = index.pairs
             index.shed(ns_id, budget)
-            budget -= before - index.pairs
+            budget -= before - index.pairs + _NAMESPACE_COSTS
             self.shed_pairs += before - index.pairs
             if budget <= 0 or not self._is_over(self._bounds.relieved_at):
                 return

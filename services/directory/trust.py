@@ -116,12 +116,19 @@ class Trust:
         if doubts is None:
             return []
         found = [Doubt(worker, doubt.incarnation, self._now_worth(doubt, now)) for worker, doubt in doubts.items()]
-        for over in [each.worker for each in found if each.trust > 1 - _NEGLIGIBLE]:
-            del doubts[over]
-            self._count -= 1
-        if not doubts:
-            del self._doubts[ns_id]
+        for each in found:
+            if each.trust > 1 - _NEGLIGIBLE:
+                self.forget(ns_id, each.worker)
         return found
+
+    def forget(self, ns_id: bytes, worker: str) -> None:
+        """That life of the worker is over."""
+        doubts = self._doubts.get(ns_id, {})
+        if worker in doubts:
+            del doubts[worker]
+            self._count -= 1
+            if not doubts:
+                del self._doubts[ns_id]
 
     def _now_worth(self, doubt: _Doubt, now: float) -> float:
         return 1 - (1 - doubt.trust) * math.exp2((doubt.at - now) / self.rules.forget_half_life_s)
@@ -130,9 +137,11 @@ class Trust:
         doubts = self._doubts.pop(ns_id, None) or {}
         self._doubts[ns_id] = doubts
         self._count += worker not in doubts
+        doubts.pop(worker, None)
         doubts[worker] = doubt = _Doubt(incarnation, now)
-        while self._count > self.rules.doubts_max and len(self._doubts) > 1:
-            self._count -= len(self._doubts.pop(next(iter(self._doubts))))
+        while self._count > self.rules.doubts_max:
+            oldest = next(iter(self._doubts))
+            self.forget(oldest, next(iter(self._doubts[oldest])))
         return doubt
 
 

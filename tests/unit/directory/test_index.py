@@ -61,7 +61,7 @@ class IndexAgreesWithPlainSets(RuleBasedStateMachine):
         # Small enough that a short history splits namespaces, fills segments and compacts them.
         self.patches = [
             mock.patch.object(index_module, name, value)
-            for name, value in {"_SPLIT_AT": 12, "_SEGMENT": 4, "_STALE_MIN": 3, "_MASKS_MAX": 6}.items()
+            for name, value in {"_SPLIT_AT": 12, "_JOIN_AT": 5, "_SEGMENT": 4, "_STALE_MIN": 3, "_MASKS_MAX": 6}.items()
         ]
         for patch in self.patches:
             patch.start()
@@ -328,9 +328,31 @@ def test_memory_is_given_back_when_most_of_a_namespace_goes() -> None:
     for slot in (0, 1):
         for keys in runs[100:]:
             index.remove(NS, slot, keys)
+    a_thirtieth = index.pairs, table_bytes(index)
+    for slot in (0, 1):
+        for keys in runs[10:100]:
+            index.remove(NS, slot, keys)
 
-    assert index.pairs == 2 * 100 * 32
-    assert table_bytes(index) < full / 10
+    assert a_thirtieth[0] == 2 * 100 * 32
+    assert a_thirtieth[1] < full / 10
+    assert table_bytes(index) < full / 60
+    assert all(index.lookup(NS, keys) == [(32, 0b11)] for keys in runs[:10])
+
+
+def test_a_block_that_was_lost_then_shed_then_stored_again_goes_with_its_worker() -> None:
+    """A log keeps the keys that a slot lost for a while. Those that are shed from it must not be taken for logged."""
+    index = index_with(0)
+    for first in range(1, 3001, 100):
+        index.store(NS, 0, run(first, 100))
+    index.remove(NS, 0, run(2901, 100))
+
+    index.shed(NS, 1)
+    index.store(NS, 0, run(2901, 100))
+    index.slots.close(0)
+    while index.sweep(1000):
+        pass
+
+    assert (index.entries, index.pairs) == (0, 0)
 
 
 def test_shedding_takes_the_ends_of_chains_first_and_leaves_other_namespaces_alone() -> None:

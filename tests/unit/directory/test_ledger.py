@@ -649,6 +649,19 @@ def test_what_happens_to_one_copy_says_nothing_about_the_other(op: Op, left: dic
     assert levels_by_holder(bench) == left
 
 
+def test_a_cleared_gpu_cache_takes_what_waits_for_its_parent_along_and_leaves_the_hosts() -> None:
+    bench = Bench().alive()
+    for tier in (GPU, HOST):
+        bench.ledger.events("w", 1, 2 + tier, [Stored(NS, 2, run(3, 4), tier)], 0.0)
+    bench.ledger.events("w", 1, 4, [Cleared()], 0.0)
+
+    bench.ledger.events("w", 1, 1, [Stored(NS, 0, run(1, 2), HOST)], 0.0)
+
+    assert levels_by_holder(bench) == {Holder("w", HOST): 6}
+    assert bench.index.pairs == 6
+    assert bench.complete
+
+
 def test_a_restart_voids_both_tiers_at_once() -> None:
     bench = Bench().alive()
     bench.ledger.events("w", 1, 1, [Stored(NS, 0, run(1, 4)), Stored(NS, 0, run(1, 4), HOST)], 0.0)
@@ -785,11 +798,12 @@ def test_answers_that_keep_falling_short_are_reason_for_a_dump_once_in_a_while()
     bench.stored(1, 1, 8)
 
     asked = bench.ledger.doubt("w", 1, 10.0)
+    bench.stored(2, 60)
     doubted = bench.depth(), bench.complete
-    bench.dump(1, 0, 1, 1, run(1, 4), now=10.2)
+    bench.dump(1, 0, 1, 2, run(1, 4), now=10.2)
     mended = bench.depth(), bench.complete
     too_soon = bench.ledger.doubt("w", 1, 11.0)
-    bench.keep_alive(50.0, last_seq=1, since=11.0)
+    bench.keep_alive(50.0, last_seq=2, since=11.0)
 
     assert asked == [AskDump("w", 1, "misses")]
     assert (doubted, mended) == ((8, False), (4, True))

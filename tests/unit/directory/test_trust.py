@@ -141,6 +141,16 @@ def test_doubts_are_bounded_and_the_oldest_namespaces_go_first() -> None:
     assert trust_of(trust, ns_id=(999).to_bytes(16, "little")) < 1.0
 
 
+def test_doubts_in_one_namespace_are_bounded_too() -> None:
+    trust = Trust(TrustRules(doubts_max=100))
+
+    for number in range(1000):
+        trust.outcome(f"w{number}", 1, NS, 4000, 0, 0.0)
+
+    assert len(trust) == 100
+    assert [trust_of(trust, "w0"), trust_of(trust, "w999")] == pytest.approx([1.0, 0.25])
+
+
 def test_entries_are_fresh_for_long_then_age_slowly_and_never_to_nothing() -> None:
     ages = Ages(TrustRules(fresh_s=100.0, age_half_life_s=50.0, age_floor=0.5))
 
