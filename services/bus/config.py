@@ -106,6 +106,8 @@ class DirectorySection(Section, frozen=True):
 
     suspect_after_s: _PositiveMs = 0.6
     lost_after_s: _PositiveMs = 3.0
+    # About how often one of a shard's replicas writes a snapshot: what a restarted one has to repeat, at most.
+    snapshot_every_s: _PositiveMs = 60.0
     # What the index of one shard may take; over it, the entries of the least useful namespaces go first.
     memory_bytes: Annotated[int, Meta(ge=64 * 1024 * 1024)] = 1024 * 1024 * 1024
     namespaces_max: _Positive = 65536

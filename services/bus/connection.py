@@ -18,7 +18,7 @@ import contextlib
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import nats.errors
@@ -62,6 +62,20 @@ class _Ack(msgspec.Struct):
     seq: int = 0
     duplicate: bool = False
     error: dict[str, Any] | None = None
+
+
+class StreamState(NamedTuple):
+    """`made` names this life of the stream: one that is deleted and made anew begins at sequence 1 again."""
+
+    made: str
+    last_seq: int
+
+
+class Stored(NamedTuple):
+    """A message in a stream."""
+
+    seq: int
+    data: bytes
 
 
 class WrongSequence(BusUnavailable):
@@ -400,6 +414,30 @@ class Bus:
                 raise Unavailable("is missing.", field=f"stream {name}", remedy="Run `prefixbus provision`.") from exc
             except (APIError, nats.errors.Error, TimeoutError) as exc:
                 raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
+
+    async def stream_state(self, name: str) -> StreamState:
+        """:raises BusUnavailable: there is no such stream, or JetStream did not answer."""
+        try:
+            info = await self.jetstream.stream_info(name)
+        except (APIError, nats.errors.Error, TimeoutError) as exc:
+            raise BusUnavailable(f"stream {name}: {exc or type(exc).__name__}") from exc
+        return StreamState(str(info.created), info.state.last_seq)
+
+    async def stored(
+        self, stream: str, subject: str, *, from_seq: int | None = None, timeout_s: float = 5.0
+    ) -> Stored | None:
+        """The last message of `subject` (wildcards may stand in it) in a stream that allows direct gets, or the first
+        from a sequence on; None if there is none.
+
+        :raises BusUnavailable: JetStream did not answer.   :raises BusPermissionDenied: reading it is not allowed."""
+        asked = {"last_by_subj": subject} if from_seq is None else {"next_by_subj": subject, "seq": from_seq}
+        reply = await self.request(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(asked), timeout_s=timeout_s)
+        headers = reply.headers or {}
+        if headers.get("Status") == "404":
+            return None
+        if "Nats-Sequence" not in headers:
+            raise BusUnavailable(f"stream {stream}: {headers.get('Description') or 'the answer cannot be read'}")
+        return Stored(int(headers["Nats-Sequence"]), reply.data)
 
     async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Calls `callback` for each message, one after another; a callback that waits holds up the next."""

@@ -33,10 +33,13 @@ STREAM_CLAIMS = "CLAIMS"
 STREAM_CAPTURE = "CAPTURE"
 BUCKET_WORKERS = "WORKERS"
 BUCKET_POLICIES = "POLICIES"
+BUCKET_DIRECTORY = "DIRECTORY"
 
 # The names that the KV convention gives to a bucket's stream (NATS ADR-8).
 STREAM_WORKERS = f"KV_{BUCKET_WORKERS}"
 STREAM_POLICIES = f"KV_{BUCKET_POLICIES}"
+# And that of object stores (ADR-20).
+STREAM_DIRECTORY = f"OBJ_{BUCKET_DIRECTORY}"
 
 # How long it is known which attempt answered a request.
 CLAIMS_KEPT_S = 900.0
@@ -44,7 +47,7 @@ CLAIMS_KEPT_S = 900.0
 # What each service uses; it does not start without.
 STREAMS_OF = {
     "tokenizer": (STREAM_AUDIT, STREAM_CAPTURE),
-    "directory": (STREAM_KV_EVENTS,),
+    "directory": (STREAM_KV_EVENTS, STREAM_DIRECTORY),
     "router": (STREAM_JOURNAL, STREAM_POLICIES),
     "worker_bridge": (STREAM_KV_EVENTS, STREAM_JOURNAL, STREAM_AUDIT, STREAM_CLAIMS, STREAM_WORKERS),
     "auditor": (STREAM_AUDIT,),

@@ -25,7 +25,7 @@ MAX_PENDING = 32 * 1024 * 1024
 # service has about 20. Per-user limits in the callout's answer are not looked at by a server configured by file.
 MAX_SUBSCRIPTIONS = 512
 # All streams' max_bytes together (provision.py), and half a GiB for what is yet to come.
-MAX_FILE_STORE = 6 * 1024 * 1024 * 1024
+MAX_FILE_STORE = 7 * 1024 * 1024 * 1024
 # Ordered consumers keep their state in memory; nothing else does.
 MAX_MEMORY_STORE = 64 * 1024 * 1024
 # How long the server waits for the callout: a tenant gets its refusal after this when no callout runs.

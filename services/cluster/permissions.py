@@ -29,6 +29,7 @@ ALL_STREAMS = (
     subjects.STREAM_CAPTURE,
     subjects.STREAM_WORKERS,
     subjects.STREAM_POLICIES,
+    subjects.STREAM_DIRECTORY,
 )
 
 # Made by the deploy role, so that the auditor needs no right to make or change consumers.
@@ -219,8 +220,16 @@ def _directory() -> Access:
             "_SVC.directory.>",
             _SRV,
         ),
-        publish=("_SVC.router.>", subjects.control("*", "dump"), subjects.WARM, "_SVC.operator.>"),
+        publish=(
+            "_SVC.router.>",
+            subjects.control("*", "dump"),
+            subjects.WARM,
+            f"$O.{subjects.BUCKET_DIRECTORY}.C.*",  # snapshots: their chunks, and what is said of them
+            f"$O.{subjects.BUCKET_DIRECTORY}.M.*",
+            "_SVC.operator.>",
+        ),
         follows=(subjects.STREAM_KV_EVENTS,),
+        gets=(subjects.STREAM_KV_EVENTS, subjects.STREAM_DIRECTORY),
     )
 
 

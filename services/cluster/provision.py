@@ -31,6 +31,7 @@ from . import permissions
 _MIB = 1024 * 1024
 _HOUR = 3600.0
 _DAY = 24 * _HOUR
+_EVENTS_KEPT_S = 2 * _HOUR
 
 
 NO_CAPTURE = CaptureSection()
@@ -46,9 +47,9 @@ def stream_configs(capture: CaptureSection = NO_CAPTURE) -> tuple[StreamConfig, 
             # A directory that was away longer than this asks the workers for dumps: older events are of no use. A dump
             # of 100k blocks is 1 MB, so the bytes hold the dumps of hundreds of workers and the events after them.
             max_bytes=512 * _MIB,
-            max_age=2 * _HOUR,
+            max_age=_EVENTS_KEPT_S,
             discard=DiscardPolicy.OLD,
-            # Read without a consumer by whoever asks what was held when.
+            # Read without a consumer by whoever asks what was held when, and how far a directory is behind.
             allow_direct=True,
             **_COMMON,
         ),
@@ -104,6 +105,22 @@ def stream_configs(capture: CaptureSection = NO_CAPTURE) -> tuple[StreamConfig, 
             discard=DiscardPolicy.OLD,
             allow_direct=True,
             **{**_COMMON, "duplicate_window": min(capture.ttl_s, _COMMON["duplicate_window"])},
+        ),
+        StreamConfig(
+            name=subjects.STREAM_DIRECTORY,
+            description="Snapshots of the directory's shards (an object store).",
+            subjects=[f"$O.{subjects.BUCKET_DIRECTORY}.C.>", f"$O.{subjects.BUCKET_DIRECTORY}.M.>"],
+            # 8 B for each block that a worker holds, and two snapshots of each shard: 30M blocks. When it is full the
+            # new one is refused, and the one that is there stays whole.
+            max_bytes=512 * _MIB,
+            # What is older than the events that have to follow it is of no use.
+            max_age=_EVENTS_KEPT_S,
+            discard=DiscardPolicy.NEW,
+            # How a snapshot takes the place of the last but one. Only directories write here.
+            allow_rollup_hdrs=True,
+            allow_direct=True,
+            deny_delete=True,
+            **_COMMON,
         ),
         # One registration per worker, some 100 B: a name's only record must not age out while the worker lives.
         _bucket(subjects.BUCKET_WORKERS, "Registrations of workers; a sequence is an incarnation.", 1, 4 * _MIB, None),

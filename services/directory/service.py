@@ -2,8 +2,9 @@
 """The directory's shell: events, heartbeats and announcements in, look-ups answered.
 
 A process is one replica of one shard: it knows the namespaces that belong there, and no other. Every replica follows
-its shard's events and hears every heartbeat itself; look-ups go to any one of them (queue group). A replica answers
-only once it has caught up: it knows the workers that live and has the whole story of each, or has waited `CATCH_UP_S`
+its shard's events and hears every heartbeat itself; look-ups go to any one of them (queue group). A replica begins with
+the newest snapshot and what the stream holds after it. It answers only once it has caught up: it has applied all that
+was in the stream when it began, knows the workers that live and has the whole story of each, or has waited `CATCH_UP_S`
 for those that do not tell it.
 
 Owns: the subscriptions.   Must not know: how the index works, what a worker is good for."""
@@ -12,20 +13,24 @@ import time
 from collections.abc import Sequence
 
 import anyio
+import msgspec
 from nats.aio.msg import Msg
 from prometheus_client import Counter, Gauge, Histogram
 
 from ..bus import messages, namespace, subjects
 from ..bus.errors import BadSubject, BusUnavailable, ConfigInvalid, PrefixbusError
-from ..bus.messages import Dispatched, Load, Lookup, Outcome
+from ..bus.messages import Cleared, Dispatched, KvEvents, Load, Lookup, Outcome
 from ..bus.runtime import Runtime
 from .ledger import AskDump, Effect, Rules, WorkerLost, WorkerSuspect
+from .placement import Placement, PlacementRules
 from .shard import Settings, Shard
 from .shedding import Bounds
+from .shelf import Shelf
 from .trust import TrustRules
 
 CATCH_UP_S = 3.0
 _TICK_S = 0.1
+_LAG_EVERY_S = 1.0
 
 
 class Directory:
@@ -34,6 +39,11 @@ class Directory:
     def __init__(self, rt: Runtime, shard: int) -> None:
         self.shard = shard
         self._shards = rt.config.directory.shards
+        self.applied_seq = 0
+        """The stream sequence of the last event applied."""
+        self._lag = 0
+        # Heartbeats name events: they are weighed when the stream's own have been repeated. None from then on.
+        self._early: dict[str, Load] | None = {}
         self._rt = rt
         self._now = rt.clock.now
         section = rt.config.directory
@@ -42,6 +52,15 @@ class Directory:
                 Rules(suspect_after_s=section.suspect_after_s, lost_after_s=section.lost_after_s),
                 Bounds(memory_bytes=section.memory_bytes, namespaces_max=section.namespaces_max),
                 TrustRules(fresh_s=section.entries_fresh_s),
+            )
+        )
+        wanted = rt.config.placement
+        self.placement = Placement(
+            PlacementRules(
+                copies_max=wanted.copies_max,
+                copies_share=wanted.copies_share,
+                rewarm_share=wanted.rewarm_share,
+                idle_share=wanted.idle_share,
             )
         )
         self._metrics(rt)
@@ -58,10 +77,17 @@ class Directory:
         self._dumps = Counter(
             "prefixbus_directory_dumps_asked", "Dumps asked of workers, by reason.", ["reason"], registry=registry
         )
+        self._warm_orders = Counter(
+            "prefixbus_directory_warm_orders",
+            "Prefixes that an idle worker was wanted to compute, by kind.",
+            ["kind"],
+            registry=registry,
+        )
         self._leases = Counter("prefixbus_directory_leases", "Turns of workers' leases.", ["turn"], registry=registry)
         core = self.core
         gauges = {
             "shard": ("Which shard this is.", lambda: self.shard),
+            "lag_events": ("Stream sequences between the shard's last event and the last applied.", lambda: self._lag),
             "entries": ("Block keys known.", lambda: core.index.entries),
             "bytes": ("Estimated bytes of the index.", lambda: core.index.estimated_bytes),
             "namespaces": ("Namespaces with entries.", lambda: core.index.namespaces),
@@ -73,6 +99,7 @@ class Directory:
             "announced_blocks": ("Blocks announced and not yet settled.", lambda: core.predictions.blocks),
             "workers": ("Workers with a lease.", lambda: sum(1 for _ in core.ledger.views())),
             "incomplete_workers": ("Workers whose story has holes.", lambda: len(core.ledger.incomplete())),
+            "popular_prefixes": ("Prefixes whose reuse is counted.", lambda: len(self.placement)),
             "doubts": ("Workers that outcomes made us trust less, by namespace.", lambda: len(core.trust)),
         }
         for name, (text, read) in gauges.items():
@@ -81,15 +108,23 @@ class Directory:
     def lookup(self, asked: Lookup, message: Msg) -> None:
         """Answers with `Holdings`. Who asks what cannot be read gets no answer, and decides blind."""
         started = time.perf_counter()
-        holdings = self.core.lookup(asked, self._now())
+        found = self.core.lookup(asked, self._now())
+        holdings = msgspec.structs.replace(found, replica=self._rt.instance, stream_seq=self.applied_seq)
         self._lookup_seconds.observe(time.perf_counter() - started)
         self._send(message.reply, messages.HOLDINGS.encode(holdings))
 
     def load(self, load: Load, message: Msg) -> None:
         """A worker's heartbeat."""
         _check_sender(load.worker, message)
+        if self._early is None:
+            self._heartbeat(load)
+        else:
+            self._early[load.worker] = load
+
+    def _heartbeat(self, load: Load) -> None:
         last_seq = load.seq_for(self.shard, self._shards)
         self._perform(self.core.heartbeat(load.worker, load.incarnation, last_seq, self._now()))
+        self.placement.heartbeat(load, self._now())
 
     async def events(self, message: Msg) -> None:
         """A worker's block changes, or a part of its dump."""
@@ -98,14 +133,20 @@ class Directory:
             _check_sender(event.worker, message)
         except PrefixbusError as exc:
             self._rt.caught(exc, "an event was dropped", subject=message.subject)
-            return
-        self._events.inc()
-        self._perform(self.core.events(event, self._now()))
+        else:
+            self._events.inc()
+            self._perform(self.core.events(event, self._now()))
+            if isinstance(event, KvEvents) and any(isinstance(op, Cleared) for op in event.ops):
+                self.placement.reset(event.worker, event.incarnation, self._now())
+        self.applied_seq = message.metadata.sequence.stream
 
     def dispatched(self, sent: Dispatched, _: Msg) -> None:
         """A router announces a dispatch, or takes it back."""
         if not sent.worker or self._is_ours(sent.ns_id):
-            self.core.dispatched(sent, self._now(), self._rt.clock.wall())
+            now, wall = self._now(), self._rt.clock.wall()
+            self.placement.dispatched(sent, sent.expires_at - wall, now)
+            if not sent.is_warming:
+                self.core.dispatched(sent, now, wall)
 
     def outcome(self, outcome: Outcome, message: Msg) -> None:
         """A request ended."""
@@ -113,16 +154,63 @@ class Directory:
             raise BadSubject(f"an outcome of {outcome.worker} came on {message.subject}.")
         if self._is_ours(bytes.fromhex(outcome.ns_id)):
             self._perform(self.core.outcome(outcome, self._now()))
+            self.placement.outcome(outcome, self._now())
 
     async def keep_time(self) -> None:
         """Leases, expiry and sweeping, in slices that never hold the loop."""
         while True:
             now = self._now()
             self._perform(self.core.tick(now))
+            self._order(now)
             more = True
             while more:
                 more = self.core.do_slice(now)
                 await anyio.sleep(0 if more else _TICK_S)
+
+    def _order(self, now: float) -> None:
+        """What should be computed before it is asked for."""
+        for order in self.placement.orders(self.core.holders, now):
+            self._warm_orders.labels(order.kind).inc()
+            self._send(subjects.WARM, messages.WARM_ORDER.encode(order))
+
+    async def follow(self, shelf: Shelf) -> None:
+        """Begins with the snapshot, or without one with the next event; returns when all that was in the stream is
+        applied.
+
+        :raises BusUnavailable: the event stream is not there."""
+        bus, subject = self._rt.bus, subjects.kv(self.shard, "*")
+        after_seq = await shelf.load(self._perform)
+        last_seq = await self._last_seq()
+        if after_seq is None:
+            self.applied_seq = last_seq
+            await bus.follow(subjects.STREAM_KV_EVENTS, subject, self.events, start="new")
+        else:
+            self.applied_seq = after_seq
+            await bus.follow(subjects.STREAM_KV_EVENTS, subject, self.events, start="all", after_seq=after_seq)
+        while self.applied_seq < last_seq:
+            await anyio.sleep(_TICK_S)
+            if await self._last_seq() <= self.applied_seq:
+                # The last of them aged out before it came.
+                break
+        early, self._early = self._early or {}, None
+        for load in early.values():
+            try:
+                self._heartbeat(load)
+            except PrefixbusError as exc:
+                self._rt.caught(exc, "a heartbeat was dropped", worker=load.worker)
+
+    async def _last_seq(self) -> int:
+        """Of the shard's last event in the stream; 0 if there is none."""
+        last = await self._rt.bus.stored(subjects.STREAM_KV_EVENTS, subjects.kv(self.shard, "*"))
+        return last.seq if last is not None else 0
+
+    async def watch_lag(self) -> None:
+        while True:
+            try:
+                self._lag = max(0, await self._last_seq() - self.applied_seq)
+            except BusUnavailable as exc:
+                self._rt.caught(exc, "how far behind we are is not known")
+            await anyio.sleep(_LAG_EVERY_S)
 
     async def catch_up(self) -> None:
         """Returns when every worker heard in one lease's time has told its whole story, or after `CATCH_UP_S`."""
@@ -181,9 +269,12 @@ async def run(rt: Runtime, shard: int = 0) -> None:
     await rt.listen(subjects.ALL_LOAD, messages.LOAD, directory.load)
     await rt.listen(subjects.DISPATCHED, messages.DISPATCHED, directory.dispatched)
     await rt.listen(subjects.ALL_OUTCOME, messages.OUTCOME, directory.outcome)
-    await rt.bus.follow(subjects.STREAM_KV_EVENTS, subjects.kv(shard, "*"), directory.events, start="new")
+    shelf = Shelf(rt, directory.core, shard, lambda: directory.applied_seq)
+    await directory.follow(shelf)
     rt.task_group.start_soon(directory.keep_time)
+    rt.task_group.start_soon(directory.watch_lag)
     await directory.catch_up()
+    rt.task_group.start_soon(shelf.run)
     lookups = await rt.listen(subjects.lookup(shard), messages.LOOKUP, directory.lookup, queue="directory")
     rt.ready()
     await rt.stopping.wait()
