@@ -4,8 +4,7 @@ A cluster as `prefixbus up` starts it, with an engine that takes no time. Each r
 part and a new question, 8 tokens back. Two measurements:
 
 - saturated: `CONCURRENCY` clients in a closed loop; CPU from /proc, of all processes of ours and the NATS server,
-without
-  engines and this load generator;
+  without engines and this load generator;
 - at 50 requests/s: time to first token through the bus, less that of the same prompts sent to an engine alone.
 
 Everything shares the machine's cores, the load generator too: figures are for comparing two states of the code."""
@@ -24,6 +23,7 @@ import aiohttp
 import orjson
 from support.cluster import MODEL, Cluster
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from prefixbus.bus import subjects
 from prefixbus.bus.connection import Bus
@@ -120,12 +120,13 @@ async def _measure(cluster: Cluster, prompt_tokens: int) -> dict[str, Any]:
     ours = {name: round(value, 3) for name, value in sorted(by_service.items()) if name != "engine"}
 
     through_bus = await _open_loop(load.ask)
-    alone = await _engine_alone(cluster, bodies)
+    prompts = _prompts(cluster, bodies)
+    alone = await _engine_alone(cluster, prompts)
     await bus.close()
     assert not load.errors, load.errors[:3]
     return {
         "bench": "path",
-        "prompt_tokens": _count_tokens(cluster, bodies),
+        "prompt_tokens": len(prompts[0]),
         "requests_per_s": round(ended / wall_s, 1),
         "cpu_ms_per_request": {**ours, "total": round(sum(ours.values()), 3)},
         "engine_cpu_ms_per_request": round(by_service["engine"], 3),
@@ -162,18 +163,15 @@ async def _open_loop(ask: Any) -> list[float]:
     return [first for first, _ in await asyncio.gather(*running)]
 
 
-async def _engine_alone(cluster: Cluster, bodies: Bodies) -> list[float]:
-    """The same prompts, as token ids, straight to one engine."""
-    tokenizer = _tokenizer(cluster)
+async def _engine_alone(cluster: Cluster, prompts: list[list[int]]) -> list[float]:
+    """As many prompts, as token ids, straight to one engine."""
     url = f"{next(iter(cluster.file.engines.values())).url}/v1/completions"
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        number = 0
+        unsent = iter(prompts)
 
         async def ask() -> tuple[float, float]:
-            nonlocal number
-            number += 1
-            ids = tokenizer.encode(bodies.text(10**6 + number)).ids
+            ids = next(unsent)
             body = {"model": MODEL, "prompt": ids, "max_tokens": MAX_TOKENS, "stream": True, "ignore_eos": True}
             data = orjson.dumps(body)
             started = time.perf_counter()
@@ -188,6 +186,20 @@ async def _engine_alone(cluster: Cluster, bodies: Bodies) -> list[float]:
         return await _open_loop(ask)
 
 
+def _prompts(cluster: Cluster, bodies: Bodies) -> list[list[int]]:
+    """The ids of new chats of the same kind, in the model's template: one to warm the engine, and those of the rated
+    run."""
+    directory = cluster.state / "models" / MODEL
+    template = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    found = []
+    for number in range(1 + int(RATED_S * RATE_PER_S)):
+        dialog = [{"role": "user", "content": bodies.text(10**6 + number)}]
+        text = template.apply_chat_template(dialog, add_generation_prompt=True, tokenize=False)
+        found.append(tokenizer.encode(text, add_special_tokens=False).ids)
+    return found
+
+
 def _cpu_s(cluster: Cluster) -> dict[str, float]:
     """CPU seconds so far, by service."""
     spent: dict[str, float] = defaultdict(float)
@@ -196,14 +208,6 @@ def _cpu_s(cluster: Cluster) -> dict[str, float]:
         service = name if name == "nats-server" else name.rsplit("-", 1)[0]
         spent[service] += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     return dict(spent)
-
-
-def _tokenizer(cluster: Cluster) -> Tokenizer:
-    return Tokenizer.from_file(str(cluster.state / "models" / MODEL / "tokenizer.json"))
-
-
-def _count_tokens(cluster: Cluster, bodies: Bodies) -> int:
-    return len(_tokenizer(cluster).encode(bodies.text(1)).ids)
 
 
 def _quantile(values: list[float], share: float) -> float:
