@@ -42,6 +42,8 @@ _MASKS_MAX = 65536
 # one that just grew takes 40 to 60 bytes, and one that stores keep busy is made anew by its own growth.
 _SPARSE_BYTES = 84
 _SMALL_BYTES = 256
+# Entries after which no more dicts are made anew in one go.
+_COPIED_MAX = 8192
 # Namespaces that were shed, of which a run is not taken without its parent; the oldest is forgotten first.
 _SHED_MAX = 16384
 
@@ -159,11 +161,16 @@ class _Namespace:
         self.lanes = 0
         self.shards = [whole]
 
-    def shrink_one(self) -> None:
-        """Look at the next dict in turn, and make it anew if much of it is empty (1 ms at 40k entries)."""
-        at = self.cursor = (self.cursor + 1) & self.lanes
-        if _is_sparse(self.shards[at]):
-            self.shards[at] = dict(self.shards[at])
+    def shrink(self, removed: int) -> None:
+        """Look at the next few dicts in turn, and make anew those of which much is empty (1 ms for 40k entries)."""
+        copied = 0
+        for _ in range(1 + removed // 64):
+            at = self.cursor = (self.cursor + 1) & self.lanes
+            if _is_sparse(self.shards[at]):
+                self.shards[at] = dict(self.shards[at])
+                copied += len(self.shards[at])
+                if copied >= _COPIED_MAX:
+                    break
 
 
 class _Log:
@@ -550,8 +557,7 @@ class Index:
             del shard[key]
             left += 1
         if left:
-            for _ in range(1 + left // 64):
-                namespace.shrink_one()
+            namespace.shrink(left)
         namespace.entries -= left
         self._entries -= left
         if lanes and namespace.entries < _JOIN_AT:
