@@ -16,7 +16,7 @@ from support.nats import NatsServer, eventually
 from prefixbus import client as client_module
 from prefixbus.bus.connection import NotAdmitted
 from prefixbus.bus.errors import BusPermissionDenied
-from prefixbus.client import Client, Silence
+from prefixbus.client import Client, Silence, StreamGap
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 BODY = {"messages": [{"role": "user", "content": "x"}]}
@@ -148,6 +148,33 @@ async def test_a_sending_that_was_heard_of_is_not_sent_again(server: NatsServer)
                 pass
 
     assert len(heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ([(0, 1), (2, 1)], "Frame 1 is missing"),
+        ([(1, 1)], "Frame 0 is missing"),
+        ([(0, 1)], "The answer has 3 frames; 1 came"),
+        ([(0, 1), (1, 2)], "Attempt 2 came into the answer of attempt 1"),
+    ],
+)
+async def test_an_answer_with_a_hole_in_it_is_not_taken_for_whole(
+    server: NatsServer, sent: list[tuple[int, int]], said: str
+) -> None:
+    """The server drops what a slow reader does not take; the numbers tell."""
+    tokenizer = await server.bus("tokenizer")
+
+    async def answer(message: Msg) -> None:
+        for seq, attempt in sent:
+            headers = {"Pb-Seq": str(seq), "Pb-Attempt": str(attempt)}
+            await tokenizer.publish(message.reply, b'{"choices":[]}', headers=headers)
+        await tokenizer.publish(message.reply, headers={"Pb-Final": "1", "Pb-Seq": "3"})
+
+    await tokenizer.subscribe("pb.v1.infer.>", answer, queue="tokenizer")
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        with pytest.raises(StreamGap, match=said):
+            await collect(client)
 
 
 async def test_a_cancel_that_was_swallowed_is_sent_again_while_frames_still_come(
