@@ -37,6 +37,19 @@ def extend(tokens: bytes | memoryview, seed: int) -> int:
     return _xxh3(tokens, seed)
 
 
+def common_blocks(one: bytes, other: bytes) -> int:
+    """How many leading blocks two chains share. Who has the key at a depth has all before it: O(log blocks)."""
+    low, high = 0, min(len(one), len(other)) // 8
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = 8 * middle - 8, 8 * middle
+        if one[start:end] == other[start:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
     """How many leading blocks of a prompt an engine can ever serve from cache: it always computes at least one
     token."""

@@ -131,7 +131,8 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
 
     The bridge refuses when its incarnation is another, its queue is over `max_queue_ms`, or it is past
     `accept_by_at`. It makes the blocks' keys itself, from the job's tokens. `is_warm` requests may not take the slots
-    kept for cold ones; one that was not begun after `max_wait_ms` is given back to be chosen anew (0: it may wait)."""
+    kept for cold ones; one that was not begun after `max_wait_ms` is given back to be chosen anew (0: it may wait).
+    Where fewer than `min_held_blocks` of the prompt are held, or about to be, it is refused before any work."""
 
     v: int
     request_id: str
@@ -146,13 +147,15 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     job: bytes
     is_warm: bool = False
     max_wait_ms: float = 0.0
+    min_held_blocks: int = 0
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True):
     """Bridge -> router: taken (`refused` is empty), or not and why, with the queue as it truly is.
 
-    `held_blocks` is how deep the chain is in this worker's cache by the bridge's own index. `refused` is `waited` where
-    a warm request taken earlier was not begun within `max_wait_ms`, and is given back."""
+    `held_blocks` is how deep the chain is in this worker's cache by the bridge's own index; where `refused` is
+    `stale_hit`, with what requests in hand there are about to add. It is `waited` where a warm request taken earlier
+    was not begun within `max_wait_ms`, and is given back."""
 
     v: int
     request_id: str
@@ -456,6 +459,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     template_version: str = ""
     tokenizer_revision: str = ""
     segments: list[tuple[int, str]] = []
+    min_held_blocks: int = 0
 
 
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):

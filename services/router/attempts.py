@@ -141,6 +141,9 @@ class Unexpected(PrefixbusError):
 
 Effects = tuple[Effect, ...]
 
+# After so many refusals since the worker was not as expected, whoever is chosen takes the request as it is.
+MAX_RECHOICES = 3
+
 # Requests that are refused for the queue are those that several routers sent to one worker in the same moment. If all
 # of them chose anew at once, from what they know, they would meet again. So each pauses for some part of this, and the
 # later ones know what the earlier ones chose. Twice what a load report or an announcement takes: in the lab, with 8
@@ -151,6 +154,7 @@ CROWD_S = 0.012
 # superseded, given_back.
 QUEUE_TOO_LONG = "queue_too_long"
 WAITED = "waited"  # for as long as its hit was worth (`Dispatch.max_wait_ms`)
+STALE_HIT = "stale_hit"
 NO_SLOT = "no_slot"
 TOO_LATE = "too_late"
 ALREADY_STREAMING = "already_streaming"
@@ -158,6 +162,9 @@ ALREADY_STREAMING = "already_streaming"
 RUNNING = "running"
 GIVEN_BACK = "given_back"
 UNKNOWN = ""
+# By refusal: what metrics call it, and those that are bounded.
+_NOT_AS_EXPECTED = {QUEUE_TOO_LONG: "queue", STALE_HIT: "stale", WAITED: WAITED}
+_RECHOICES = ("queue", "stale")
 # Refusals that say something about the request and not about the worker are error codes; any other reason means: ask
 # somebody else. These are both, and mean the worker.
 _OF_THE_WORKER = ("overloaded", "unavailable", "engine_failed", "worker_lost")
@@ -191,6 +198,11 @@ class Attempts:
     def is_last(self) -> bool:
         """Whether no attempt may follow the one under way."""
         return self.attempt >= self._max_attempts
+
+    @property
+    def may_rechoose(self) -> bool:
+        """Whether a worker that is not as expected should refuse the attempt under way."""
+        return not self.is_last and sum(why in _RECHOICES for why in self.failovers) < MAX_RECHOICES
 
     @property
     def ended(self) -> bool:
@@ -248,9 +260,9 @@ class Attempts:
         kind = by_code(reason)
         if kind is not PrefixbusError and reason not in _OF_THE_WORKER:
             self.error = self.error or kind()
-        if reason in (QUEUE_TOO_LONG, WAITED):
-            # Its true queue is known now; it may still be the best.
-            return self._freed("queue" if reason == QUEUE_TOO_LONG else WAITED, _failure(reason))
+        if reason in (QUEUE_TOO_LONG, STALE_HIT, WAITED):
+            # Its true queue, or what it truly holds, is known now; it may still be the best.
+            return self._freed(_NOT_AS_EXPECTED[reason], _failure(reason))
         if reason == ALREADY_STREAMING:
             # An attempt we took for dead is not: a second answer must not begin.
             self.error = self.error or WorkerLost()
@@ -393,7 +405,7 @@ def pause_s(request_id: str, attempt: int) -> float:
 
 def _failure(reason: str) -> PrefixbusError:
     """What a request ends with whose last attempt was refused for this."""
-    if reason in (QUEUE_TOO_LONG, WAITED, NO_SLOT, TOO_LATE):
+    if reason in (QUEUE_TOO_LONG, STALE_HIT, WAITED, NO_SLOT, TOO_LATE):
         return Overloaded()
     kind = by_code(reason)
     return Unavailable(f"No worker took the request: {reason[:80]}.") if kind is PrefixbusError else kind()

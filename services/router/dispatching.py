@@ -53,8 +53,9 @@ from ..bus.messages import (
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, journal, policy
-from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State, pause_s
+from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .fleet import Available, Fleet, Lost, Survey
+from .holdings import corrected
 from .learning import Learner
 from .metrics import Metrics, WorkerGauges
 from .patience import Patience
@@ -308,6 +309,8 @@ class Request:
             if accept.refused in (QUEUE_TOO_LONG, WAITED):
                 now = self._desk.clock.now()
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
+            elif accept.refused == STALE_HIT and self._holdings is not None:
+                self._holdings = corrected(self._holdings, accept.worker, accept.held_blocks)
             return self.attempts.refused(accept.attempt, accept.refused)
         else:
             effects = self.attempts.accepted(accept.attempt)
@@ -567,7 +570,7 @@ class Request:
             request_id=route.request_id,
             attempt=attempts.attempt,
             incarnation=attempts.incarnation,
-            max_queue_ms=NO_LIMIT_MS if attempts.is_last else decision.max_queue_ms,
+            max_queue_ms=decision.max_queue_ms if attempts.may_rechoose else NO_LIMIT_MS,
             accept_by_at=min(wall + accept_s, route.deadline_at),
             prefill_ms=decision.work_ms,
             predicted_tokens=decision.predicted_tokens,
@@ -577,6 +580,7 @@ class Request:
             is_warm=decision.is_warm,
             # There is nobody to choose anew after the last one.
             max_wait_ms=0.0 if attempts.is_last else decision.max_wait_ms,
+            min_held_blocks=decision.min_held_blocks if attempts.may_rechoose else 0,
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
         self._stop("look")

@@ -114,6 +114,7 @@ def decided(decision: Decision) -> dict[str, Any]:
         "max_queue_ms": decision.max_queue_ms,
         "max_wait_ms": decision.max_wait_ms,
         "is_warm": decision.is_warm,
+        "min_held_blocks": decision.min_held_blocks,
     }
 
 

@@ -22,6 +22,7 @@ and, where a worker that holds more was passed over, by why:
     spill-margin         it is later by more than the hit is worth, or than `margin_ms` allows
     spill-memory         it would be chosen but for its wait for KV memory"""
 
+import bisect
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -160,7 +161,7 @@ class Decision(msgspec.Struct, frozen=True):
     with which the choice still stands. `ranking` starts with the chosen one and goes on in failover order.
 
     `is_warm` requests leave reserved slots alone; one that is there for its hit waits at most `max_wait_ms` (0: as long
-    as it takes)."""
+    as it takes), and stands only where at least `min_held_blocks` are held."""
 
     worker: str
     name: str
@@ -172,6 +173,7 @@ class Decision(msgspec.Struct, frozen=True):
     decided_at: float
     is_warm: bool = False
     max_wait_ms: float = 0.0
+    min_held_blocks: int = 0
 
     @property
     def pull(self) -> Pull | None:
@@ -285,7 +287,8 @@ def _prefix_aware(request: RequestShape, candidates: list[Candidate], policy: Po
         ranked.remove(chosen)
         ranked.insert(0, chosen)
     max_queue_ms, max_wait_ms = _bounds(request, ranked, policy, floor_tokens)
-    return _decision(request, name, ranked, floor_tokens, max_queue_ms, max_wait_ms, now)
+    min_held_blocks = _min_held_blocks(request, ranked, policy)
+    return _decision(request, name, ranked, floor_tokens, max_queue_ms, max_wait_ms, min_held_blocks, now)
 
 
 def _round_robin(request: RequestShape, candidates: list[Candidate], policy: Policy, now: float) -> Decision:
@@ -294,7 +297,7 @@ def _round_robin(request: RequestShape, candidates: list[Candidate], policy: Pol
     first = request.ordinal % len(ranked)
     floor_tokens = min(terms.candidate.cached_tokens for terms in ranked)
     ranked = ranked[first:] + ranked[:first]
-    return _decision(request, "round-robin", ranked, floor_tokens, NO_LIMIT_MS, 0.0, now)
+    return _decision(request, "round-robin", ranked, floor_tokens, NO_LIMIT_MS, 0.0, 0, now)
 
 
 def _decision(
@@ -304,6 +307,7 @@ def _decision(
     floor_tokens: int,
     max_queue_ms: float,
     max_wait_ms: float,
+    min_held_blocks: int,
     now: float,
 ) -> Decision:
     chosen = ranking[0]
@@ -319,6 +323,7 @@ def _decision(
         decided_at=now,
         is_warm=is_warm(request, candidate, floor_tokens),
         max_wait_ms=max_wait_ms,
+        min_held_blocks=min_held_blocks,
     )
 
 
@@ -387,6 +392,23 @@ def _bounds(request: RequestShape, ranked: list[Terms], policy: Policy, floor_to
         return max_queue_ms, 0.0
     max_wait_ms = max(queue_ms, warm_wait_ms(policy, request.output_tokens))
     return min(max_queue_ms, max_wait_ms), max_wait_ms
+
+
+def _min_held_blocks(request: RequestShape, ranked: list[Terms], policy: Policy) -> int:
+    """With fewer its prefill would take longer by more than `rechoose_ms`, and somebody else may do better."""
+    chosen = ranked[0]
+    candidate = chosen.candidate
+    pulled = chosen.found_tokens - candidate.cached_tokens
+    prompt = request.prompt_tokens
+
+    def is_enough(blocks: int) -> bool:
+        uncached = max(1, prompt - pulled - blocks * request.block_size)
+        prefill_ms = candidate.speed * cost.prefill_ms(candidate.model, uncached, prompt)
+        return prefill_ms - chosen.prefill_ms <= policy.rechoose_ms
+
+    if len(ranked) == 1 or is_enough(0):
+        return 0
+    return bisect.bisect_left(range(candidate.cached_tokens // request.block_size), True, key=is_enough)
 
 
 def _by_cost(terms: Terms) -> tuple[float, float, str]:

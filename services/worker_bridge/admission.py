@@ -68,6 +68,7 @@ WAITED = "waited"
 WRONG_INCARNATION = "wrong_incarnation"
 TOO_LATE = "too_late"
 QUEUE_TOO_LONG = "queue_too_long"
+STALE_HIT = "stale_hit"
 NO_SLOT = "no_slot"
 DRAINING = "draining"
 SUPERSEDED = "superseded"
@@ -88,7 +89,10 @@ _PREFILL_MAX_MS = 3_600_000.0
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dispatch asks for, in the terms of this table. `uncached_tokens` of the prompt have no KV here."""
+    """What a dispatch asks for, in the terms of this table. `uncached_tokens` of the prompt have no KV here.
+
+    `held_blocks` of it are in the cache, `expected_blocks` with what requests in hand are about to add; it is meant for
+    a worker that has `min_held_blocks`."""
 
     request_id: str
     attempt: int
@@ -104,6 +108,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     uncached_tokens: int = 1
     is_warm: bool = False
     max_wait_ms: float = 0.0
+    min_held_blocks: int = 0
+    expected_blocks: int = 0
 
 
 class Ticket:
@@ -255,7 +261,7 @@ class Admission:
         self._note(offer.request_id, offer.attempt, refused, offer.held_blocks, now)
         queue_ms = self.queue_ms(now)
         if refused:
-            return Verdict(refused, queue_ms, offer.held_blocks)
+            return Verdict(refused, queue_ms, offer.expected_blocks if refused == STALE_HIT else offer.held_blocks)
         ticket = Ticket(offer, now)
         self._active[ticket.request_id] = ticket
         self._queued_us += ticket.prefill_us
@@ -366,6 +372,8 @@ class Admission:
             return NO_SLOT
         if self.queue_ms(now) > offer.max_queue_ms:
             return QUEUE_TOO_LONG
+        if offer.expected_blocks < offer.min_held_blocks:
+            return STALE_HIT
         return ""
 
     def _note(

@@ -308,7 +308,10 @@ class Bridge:
 
     def _offer(self, dispatch: Dispatch, job: Job, keys: bytes) -> Offer:
         prompt_tokens = len(job.tokens) // 4
-        held_blocks = held_of_prompt(self.index, dispatch.ns_id, keys, prompt_tokens)
+        expected_blocks = held_blocks = held_of_prompt(self.index, dispatch.ns_id, keys, prompt_tokens)
+        if held_blocks < dispatch.min_held_blocks:
+            reusable = keys[: 8 * blockkeys.reusable_blocks(prompt_tokens, self._section.block_size)]
+            expected_blocks = max(held_blocks, self.streams.shared_with_others(dispatch.ns_id, reusable))
         return Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
@@ -324,6 +327,8 @@ class Bridge:
             uncached_tokens=prompt_tokens - held_blocks * self._section.block_size,
             is_warm=dispatch.is_warm,
             max_wait_ms=dispatch.max_wait_ms,
+            min_held_blocks=dispatch.min_held_blocks,
+            expected_blocks=expected_blocks,
         )
 
     def _answer(self, message: Msg, dispatch: Dispatch, verdict: Verdict) -> bool:

@@ -226,6 +226,12 @@ class Streams:
         """Whether the bus was lost so lately that clients may not be back."""
         return self.back_for_s() < _CLIENTS_BACK_S
 
+    def shared_with_others(self, ns_id: bytes, keys: bytes) -> int:
+        """How many leading blocks of this chain requests in hand have, or are about to have: an engine keeps those of a
+        request at least as long as it runs."""
+        alike = [attempt.keys for attempt in self._attempts.values() if attempt.ns_id == ns_id]
+        return max((blockkeys.common_blocks(keys, others) for others in alike), default=0)
+
     def give_turns(self) -> None:
         """Lets those go to the engine for whom there is room; to be called when room may have been made."""
         while (ticket := self.admission.next_up()) is not None:
@@ -359,6 +365,11 @@ class Attempt:
         index, prompt_tokens = self._streams.index, self.ticket.prompt_tokens
         held_blocks = held_of_prompt(index, self.ns_id, self._started.keys, prompt_tokens)
         return prompt_tokens - held_blocks * index.block_size
+
+    @property
+    def keys(self) -> bytes:
+        """Of all full blocks of its prompt; none once it is over."""
+        return b"" if self._over else self._started.keys
 
     async def keep_alive(self, now: float) -> None:
         """Breaks a silence, and asks the server whether anybody listens."""

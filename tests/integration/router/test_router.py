@@ -36,7 +36,9 @@ class RunningRouter:
         self.task: asyncio.Task[None]
 
     def value(self, name: str, **labels: str) -> float:
-        return self.rt.registry.get_sample_value(name, labels) or 0.0
+        """The sum over all series with these labels, whatever their others."""
+        samples = (sample for metric in self.rt.registry.collect() for sample in metric.samples if sample.name == name)
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def knows(self, *workers: str) -> bool:
         available = self.desk.fleet.survey("m", "digest", CLOCK.now()).available
@@ -186,6 +188,30 @@ async def test_a_directory_that_hangs_costs_only_a_few_requests_their_time(
     assert [answer.code for answer in answers] == [""] * 8
     assert world.directory.asked == patience.MISSES
     assert router.value("prefixbus_router_lookups_skipped_total") == 8
+
+
+async def test_a_hit_that_is_gone_is_forgotten_and_the_request_goes_where_it_now_belongs(world: World) -> None:
+    """The directory says that w1 holds it, and w1 says that it does not."""
+    emptied, other = await world.bridge("w1", queue_ms=5.0), await world.bridge("w2")
+    keys = b"".join(number.to_bytes(8, "little") for number in range(1, 1001))
+    world.directory.levels = [Level(1000, ["w1"])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
+    emptied.answer = lambda dispatch: "stale_hit"
+
+    answer = await world.client.send(CLOCK.wall(), keys=keys)
+    await world.ended(answer)
+
+    assert answer.code == ""
+    assert emptied.dispatches[0].min_held_blocks > 0
+    assert [dispatch.attempt for dispatch in other.dispatches] == [2]
+    await eventually(lambda: len(world.records) == 2, "both decisions are recorded")
+    first, second = (record.candidate_workers for record in world.records)
+    assert {one.worker: one.cached_tokens for one in first} == {"w1": 1000 * BLOCK, "w2": 0}
+    assert {one.worker: one.cached_tokens for one in second} == {"w1": 0, "w2": 0}
+    assert world.records[0].min_held_blocks == emptied.dispatches[0].min_held_blocks
+    assert router.value("prefixbus_router_failovers_total", reason="stale") == 1
+    await world.books_balance()
 
 
 async def test_a_refusal_with_the_true_queue_leads_to_another_worker(world: World) -> None:

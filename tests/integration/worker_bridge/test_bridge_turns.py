@@ -9,9 +9,10 @@ from support.nats import eventually
 from prefixbus.bus.messages import Job
 from prefixbus.worker_bridge.service import Bridge
 
-from .bridge_world import Answer, World, prompt, world
+from .bridge_world import BLOCK, Answer, World, prompt, world
 
 PROMPT = 40
+REFUSED = "prefixbus_bridge_dispatches_refused_total"
 
 
 @pytest.fixture
@@ -135,6 +136,29 @@ async def test_a_request_whose_turn_does_not_come_in_time_is_given_back(here: Wo
         assert not answers[1].chunks and not answers[1].finals
         await here.until_idle(bridge)
         assert {outcome.request_id for outcome in here.outcomes} == {first.request_id}
+
+
+async def test_a_hit_that_is_gone_is_refused_before_any_work(here: World) -> None:
+    """What a request in hand is about to leave behind counts; what the engine has evicted, or never had, does not."""
+    async with here.serving() as bridge:
+        await here.engine.post("/sim/pause")
+        alone, first = here.job(prompt(1, PROMPT)), here.job(prompt(2, PROMPT))
+        sibling = here.job([*prompt(2, PROMPT), 5, 6, 7])
+        for job in (alone, first, sibling):
+            await here.listen(job)
+
+        gone = await here.send(here.dispatch(alone, min_held_blocks=1))
+        assert (gone.refused, gone.held_blocks) == ("stale_hit", 0)
+        assert bridge.admission.waiting == 0 and await engine_has(here, 0)
+        await here.send(here.dispatch(first))
+        more = await here.send(here.dispatch(sibling, min_held_blocks=6))
+        assert (more.refused, more.held_blocks) == ("stale_hit", 5)
+        assert (await here.send(here.dispatch(sibling, attempt=2, min_held_blocks=5))).refused == ""
+
+        await here.engine.post("/sim/resume")
+        assert (await here.outcome(sibling, attempt=2)).cached_tokens == 5 * BLOCK
+        assert here.registry.get_sample_value(REFUSED, {"reason": "stale_hit"}) == 2
+        await here.until_idle(bridge)
 
 
 async def test_slots_kept_for_cold_requests_are_told_and_kept(tmp_path: Path) -> None:

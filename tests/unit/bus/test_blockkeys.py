@@ -29,6 +29,17 @@ def test_the_chain_is_what_its_definition_says(tokens: list[int], block_size: in
     assert struct.unpack(f"<{len(keys) // 8}Q", keys) == tuple(expected)
 
 
+@given(st.lists(st.integers(0, 2), max_size=200), st.lists(st.integers(0, 2), max_size=200), st.integers(0, 100))
+def test_what_two_chains_share_is_their_common_prefix(one: list[int], other: list[int], common: int) -> None:
+    other = one[:common] + other
+    first, second = (blockkeys.chain(packed(tokens), 1, 1) for tokens in (one, other))
+
+    shared = 0
+    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        shared += 1
+    assert blockkeys.common_blocks(first, second) == blockkeys.common_blocks(second, first) == shared
+
+
 @given(token_lists, st.integers(0, 200))
 def test_a_common_prefix_has_common_keys_and_no_more(tokens: list[int], cut: int) -> None:
     tokens = [*tokens, 7]

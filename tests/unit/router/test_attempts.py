@@ -106,6 +106,27 @@ def test_who_has_waited_for_long_is_chosen_anew_and_that_is_known() -> None:
     assert attempts.avoid == {}
 
 
+def test_after_three_workers_that_were_not_as_expected_the_next_one_takes_it_as_it_is() -> None:
+    attempts = Attempts(8)
+    may_rechoose = []
+    for number, reason in enumerate(["queue_too_long", "no_slot", "stale_hit", "stale_hit", "draining"], 1):
+        attempts.decided(f"w{number}", 1)
+        may_rechoose.append(attempts.may_rechoose)
+        attempts.refused(number, reason)
+    attempts.decided("w6", 1)
+
+    assert may_rechoose == [True] * 4 + [False]
+    assert not attempts.may_rechoose and not attempts.is_last
+    assert attempts.failovers == ["queue", "refused", "stale", "stale", "refused"]
+
+
+def test_a_worker_that_holds_less_may_still_be_the_best() -> None:
+    attempts = offered()
+
+    assert attempts.refused(1, "stale_hit") == (Effect.TAKE_BACK, Effect.CHOOSE)
+    assert attempts.avoid == {}
+
+
 @pytest.mark.parametrize("reason", ["no_slot", "draining", "wrong_incarnation", "engine_failed", "overloaded"])
 def test_a_worker_that_cannot_is_not_asked_again(reason: str) -> None:
     attempts = offered()

@@ -259,6 +259,35 @@ def test_who_has_waited_is_warm_only_where_nobody_waits_longer() -> None:
     assert again.name == worse.name == "spill-max-wait"
 
 
+def test_a_choice_stands_as_long_as_what_is_missing_does_not_matter() -> None:
+    """59,000 of 60,000 tokens were expected; from some depth on the missing prefill is under `rechoose_ms`."""
+    request, holder = shape(60_000), candidate("holder", 59_008)
+    decision = choose(request, holder, IDLE)
+
+    least = decision.min_held_blocks
+    loss_ms = {
+        blocks: policy.price(request, candidate("holder", 16 * blocks), Policy()).prefill_ms
+        - policy.price(request, holder, Policy()).prefill_ms
+        for blocks in (least - 1, least)
+    }
+
+    assert 0 < least < 59_008 // 16
+    assert loss_ms[least] <= Policy().rechoose_ms < loss_ms[least - 1]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "why"),
+    [
+        ([candidate("holder", 59_008)], "there is nobody else"),
+        ([candidate("holder", 512), candidate("busy", queue_ms=9_000)], "the loss is small"),
+        ([IDLE, candidate("busy", 512, queue_ms=9_000)], "nothing was expected"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_choice_stands_whatever_is_held_where(candidates: list[Candidate], why: str) -> None:
+    assert choose(shape(60_000), *candidates).min_held_blocks == 0
+
+
 # --- what a decision is called
 
 NAMED: list[Any] = [

@@ -89,6 +89,16 @@ def test_the_true_queue_decides_and_is_told() -> None:
     assert not made.offer(offer("r3", attempt=2, max_queue_ms=149.0), 0.001, WALL).refused
 
 
+def test_a_worker_that_lost_what_it_was_chosen_for_refuses_and_says_what_it_has() -> None:
+    made = table()
+
+    stale = made.offer(offer("r1", held_blocks=3, expected_blocks=5, min_held_blocks=6), 0.0, WALL)
+    soon = made.offer(offer("r2", held_blocks=3, expected_blocks=6, min_held_blocks=6), 0.0, WALL)
+
+    assert (stale.refused, stale.held_blocks, stale.start) == (admission.STALE_HIT, 5, None)
+    assert (soon.refused, soon.held_blocks) == ("", 3)
+
+
 def test_no_more_than_slots() -> None:
     made = table(slots=1)
     ticket = let_in(made, offer("r1"))
