@@ -90,6 +90,15 @@ def _choice(decision: DecisionRecord) -> Iterator[str]:
             f"Its cost was {abs(lead_ms):.1f} ms {'below' if lead_ms >= 0 else 'above'} that of {rest[0].worker}, "
             "the next to be tried."
         )
+    if chosen.transfer_ms:
+        yield f"{chosen.pull_tokens} tokens were to come from {chosen.pull_source} in {chosen.transfer_ms:.1f} ms."
+    if chosen.announced_blocks or chosen.trust < 1:
+        yield (
+            f"It was said to hold {chosen.held_blocks} blocks, {chosen.announced_blocks} of them announced and not "
+            f"there yet; {chosen.trust:.0%} of that was believed."
+        )
+    if (shadow := decision.shadow) is not None:
+        yield f"In shadow, policy {shadow.policy} would have chosen {shadow.selected_worker}, {shadow.decision}."
 
 
 def _happened(decision: DecisionRecord, outcome: Outcome | None, *, is_last: bool) -> Iterator[str]:

@@ -25,12 +25,12 @@ _LISTEN_S = 0.6
 
 async def show(directory: Path, *, once: bool) -> None:
     """Until SIGINT or SIGTERM; `once`: one frame. :raises Unavailable: nothing runs on this state directory."""
-    section = config.load(directory / "config.toml", os.environ).directory
-    board = Board(section.suspect_after_s, section.lost_after_s)
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     async with records.operator(directory) as bus:
+        section = config.load(directory / "config.toml", os.environ).directory
+        board = Board(section.suspect_after_s, section.lost_after_s)
         await _feed(bus, board)
         await _until(stop, _LISTEN_S)
         if once:

@@ -87,7 +87,12 @@ def test_mistakes_are_told_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["down"], ["status"], ["policy"], ["tenant", "x"], ["run", "router"], ["provision"], ["send", "x"]]
+    "arguments",
+    [
+        *(["down"], ["status"], ["policy"], ["tenant", "x"], ["run", "router"], ["provision"], ["send", "x"]),
+        *(["explain", "x"], ["replay"], ["replay", "--directory-at", "1"], ["replay", "--resend"]),
+        *(["mismatches"], ["top", "--once"]),
+    ],
 )
 def test_where_no_deployment_was_made_every_command_says_so(tmp_path: Path, arguments: list[str]) -> None:
     done = prefixbus(*arguments, state=tmp_path / "nowhere", token="x")

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from support.decisions import record
 
-from prefixbus.bus.messages import CandidateRecord, DecisionRecord, Outcome
+from prefixbus.bus.messages import CandidateRecord, DecisionRecord, Outcome, ShadowRecord
 from prefixbus.cluster import explain
 from prefixbus.cluster.records import Records
 
@@ -119,3 +119,24 @@ def test_the_document_is_the_records() -> None:
     records = Records([decision()], [outcome()])
 
     assert msgspec.json.decode(explain.document(records), type=Records) == records
+
+
+def test_what_the_price_rests_on_is_told_where_it_is_not_plain() -> None:
+    made = decision()
+    first, *rest = made.candidate_workers
+    first = msgspec.structs.replace(
+        first,
+        transfer_ms=12.5,
+        pull_source="w7",
+        pull_tokens=320,
+        held_blocks=20,
+        announced_blocks=5,
+        trust=0.5,
+    )
+    shadow = ShadowRecord("other/v2", "", "w3", "balanced-cold", 0, 1.0)
+
+    text = told(msgspec.structs.replace(made, candidate_workers=[first, *rest], shadow=shadow))
+
+    assert "320 tokens were to come from w7 in 12.5 ms." in text
+    assert "said to hold 20 blocks, 5 of them announced and not there yet; 50% of that was believed" in text
+    assert "In shadow, policy other/v2 would have chosen w3, balanced-cold." in text
