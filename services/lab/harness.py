@@ -149,14 +149,15 @@ class World:
             computed_tokens=totals.computed_tokens,
             busy_ms=totals.busy_ms,
             refused=worker.refused_count,
+            given_back=worker.given_back_count,
             preemptions=totals.preemptions,
         )
 
     def _leftovers(self) -> list[str]:
         left = [f"{router.name}: {entry}" for router in self.routers for entry in router.fleet.idle()]
         left += [f"{router.name}: {request_id} in hand" for router in self.routers for request_id in router.in_hand]
-        if len(self.directory.predictions):
-            left.append(f"directory: {self.directory.predictions!r}")
+        if len(self.directory.shard.predictions):
+            left.append(f"directory: {self.directory.shard.predictions!r}")
         left += [f"{worker.name}: {worker.admission!r}" for worker in self.workers if worker.admission.busy]
         return left
 

@@ -43,6 +43,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int
     busy_ms: float
     refused: int
+    given_back: int
     preemptions: int
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from ..bus.errors import Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
 from ..router import policy
-from ..router.attempts import QUEUE_TOO_LONG, Attempts, Effect, Effects, pause_s
+from ..router.attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, pause_s
 from ..router.cost import PROFILES
 from ..router.fleet import Available, Fleet
 from ..router.learning import Learner
 from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, RequestShape
+from ..router.recent import Recent
 from ..router.shortlist import Shortlist, shortlist
 from ..router.traffic import Traffic
 from .setup import Choose, Setup
@@ -45,6 +46,7 @@ class Router:
         self.on_answer = on_answer
         self.fleet = Fleet(SUSPECT_AFTER_S, LOST_AFTER_S)
         self.traffic = Traffic()
+        self.recent = Recent()
         self.learner = Learner({MODEL: setup.model or PROFILES[setup.profile]})
         self.ordinals = itertools.count()
         self.in_hand: dict[str, _Request] = {}
@@ -56,7 +58,15 @@ class Router:
         self.in_hand[request_id] = request = _Request(self, request_id, arrival)
         self.wires.look_up(Lookup(VERSION, request.route.ns_id, arrival.keys), request.looked_up)
 
-    def decide(self, route: Route, available: list[Available], holdings: Holdings, shared_blocks: int) -> Decision:
+    def decide(
+        self,
+        route: Route,
+        available: list[Available],
+        holdings: Holdings,
+        shared_blocks: int,
+        *,
+        has_waited: bool = False,
+    ) -> Decision:
         now = self.timeline.now
         wanted = self.setup.policy
         weights = wanted if isinstance(wanted, Policy) else Policy()
@@ -71,6 +81,7 @@ class Router:
             now,
             whole_fleet=whole_fleet,
             ordinal=next(self.ordinals),
+            has_waited=has_waited,
         )
         if isinstance(wanted, Policy):
             return policy.decide(short.shape, short.candidates, wanted, now)
@@ -83,7 +94,7 @@ class Router:
 
     def hear_accept(self, accept: Accept) -> None:
         request = self.in_hand.get(accept.request_id)
-        if accept.refused == QUEUE_TOO_LONG:
+        if accept.refused in (QUEUE_TOO_LONG, WAITED):
             self.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, self.timeline.now)
         if request is not None:
             request.hear_accept(accept)
@@ -92,9 +103,13 @@ class Router:
         now = self.timeline.now
         if not announced.worker:
             self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
+            self.recent.take_back(announced.request_id, announced.attempt)
             return
         if announced.attempt == 1:
             self.traffic.note(announced.ns_id, announced.keys)
+        self.recent.note(
+            announced.request_id, announced.attempt, announced.ns_id, announced.keys, announced.worker, now
+        )
         self.fleet.book(
             announced.request_id,
             announced.attempt,
@@ -107,7 +122,11 @@ class Router:
         )
 
     def hear_outcome(self, outcome: Outcome) -> None:
-        self.fleet.settle(outcome.request_id, outcome.attempt, self.timeline.now)
+        now = self.timeline.now
+        around = self.fleet.surroundings(outcome.request_id, outcome.attempt, outcome.worker, outcome.ttft_ms)
+        if around is not None and self.setup.learns:
+            self.learner.hear(outcome, around, now)
+        self.fleet.settle(outcome.request_id, outcome.attempt, now)
         request = self.in_hand.get(outcome.request_id)
         if request is not None:
             request.perform(request.attempts.outcome(outcome.attempt))
@@ -147,6 +166,7 @@ class _Request:
         self._arrival = arrival
         self._holdings = Holdings(VERSION, [])
         self._shared_blocks = 0
+        self._asked_at = router.timeline.now
         self._decision: Decision | None = None
 
     def looked_up(self, holdings: Holdings) -> None:
@@ -178,6 +198,7 @@ class _Request:
                     router.fleet.settle(
                         self.route.request_id, self.attempts.attempt, router.timeline.now, never_ran=True
                     )
+                    router.recent.take_back(self.route.request_id, self.attempts.attempt)
                     self._announce("", 0.0, b"")
                 case Effect.RELEASE:
                     router.fleet.settle(self.route.request_id, self.attempts.attempt, router.timeline.now)
@@ -199,7 +220,13 @@ class _Request:
         available = [one for one in survey.available if (one.name, one.worker.incarnation) not in attempts.avoid]
         if not available:
             return attempts.nobody(Overloaded())
-        self._decision = decision = router.decide(self.route, available, self._holdings, self._shared_blocks)
+        holdings = self._holdings
+        if router.setup.predict_delay_s is not None:
+            now = router.timeline.now
+            holdings = router.recent.complete(holdings, self.route.ns_id, self.route.keys, self._asked_at, now)
+        self._decision = decision = router.decide(
+            self.route, available, holdings, self._shared_blocks, has_waited=attempts.has_waited
+        )
         return attempts.decided(decision.worker, INCARNATION)
 
     def _send(self) -> None:
@@ -211,6 +238,7 @@ class _Request:
         )
         if attempts.attempt == 1:
             router.traffic.note(route.ns_id, route.keys)
+        router.recent.note(route.request_id, attempts.attempt, route.ns_id, route.keys, attempts.worker, now)
         is_bounded = router.setup.bounded_start and not attempts.is_last
         dispatch = Dispatch(
             v=VERSION,
@@ -224,6 +252,8 @@ class _Request:
             decision=decision.name,
             ns_id=route.ns_id,
             job=b"",
+            is_warm=decision.is_warm,
+            max_wait_ms=decision.max_wait_ms if is_bounded else 0.0,
         )
         router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept)
         believed_s = 2 * decision.ranking[0].ttft_ms / 1000 + ANNOUNCED_S

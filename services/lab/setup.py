@@ -28,8 +28,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     # What an engine's steps cost (engine_sim.profile.PRESETS), and what routers take that for; None: the same profile.
     profile: str = "h100-8b"
     model: PrefillModel | None = None
+    # Whether routers learn from outcomes what prefills really take.
+    learns: bool = True
     # Requests that a bridge lets in at once. Far more than live: what is to be seen is queues, not refusals.
     slots: int = 1024
+    # Of these the share that warm requests leave to others, and the uncached tokens an engine is given at once.
+    cold_reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    prefill_window_tokens: int = 16384
     # From one process to another over the bus.
     hop_s: _Seconds = 0.0005
     # Between two load reports of a worker, at least and at most.

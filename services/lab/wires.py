@@ -78,7 +78,7 @@ class Wires:
             self._timeline.after(self._setup.hop_s, self.workers[worker].hear_dump_request)
 
     def _look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
-        self._timeline.after(self._setup.hop_s, reply, self.directory.answer(asked))
+        self._timeline.after(self._setup.hop_s, reply, self.directory.answer(asked, self._timeline.now))
 
     def _announce(self, announced: Dispatched, sender: RouterEnd) -> None:
         for router in self.routers:
@@ -99,7 +99,7 @@ class Wires:
     def _outcome(self, outcome: Outcome) -> None:
         for router in self.routers:
             router.hear_outcome(outcome)
-        self.directory.hear_outcome(outcome, self._timeline.now)
+        self.ask_dumps(self.directory.hear_outcome(outcome, self._timeline.now))
 
     def _cancel(self, tenant: str, request_id: str) -> None:
         for router in self.routers:

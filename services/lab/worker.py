@@ -6,6 +6,7 @@ until somebody brings something: then it is taken up to the first step that ends
 Owns: the engine's clock, the order of its events, when load is reported.   Must not know: who chose it and why.
 Units: seconds on the timeline, milliseconds in the engine."""
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ from ..engine_sim.core import DoesNotFit, EngineCore, StepResult
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
-from ..worker_bridge.admission import Admission, Offer, Ticket
+from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Ticket
 from .setup import Setup
 from .timeline import Timeline
 from .wires import Wires
@@ -40,13 +41,21 @@ SERVES = "lab"
 class _Running:
     """An accepted request."""
 
-    __slots__ = ("arrival", "dispatch", "request", "ticket")
+    __slots__ = ("arrival", "dispatch", "reply", "request", "ticket")
 
-    def __init__(self, arrival: Arrival, dispatch: Dispatch, ticket: Ticket, request: Request) -> None:
+    def __init__(
+        self,
+        arrival: Arrival,
+        dispatch: Dispatch,
+        ticket: Ticket,
+        request: Request,
+        reply: Callable[[Accept], None],
+    ) -> None:
         self.arrival = arrival
         self.dispatch = dispatch
         self.ticket = ticket
         self.request = request
+        self.reply = reply
 
 
 class Worker:
@@ -68,10 +77,12 @@ class Worker:
             num_blocks=blocks,
             max_model_len=blocks * block_size,
         )
-        self.admission = Admission(setup.slots)
+        reserved_slots = int(setup.slots * setup.cold_reserve)
+        self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
         self.admission.incarnation = INCARNATION
         self.accepted_count = 0
         self.refused_count = 0
+        self.given_back_count = 0
         self._timeline = timeline
         self._wires = wires
         self._setup = setup
@@ -112,22 +123,13 @@ class Worker:
             held_blocks=held_blocks,
             max_queue_ms=dispatch.max_queue_ms,
             accept_by_at=dispatch.accept_by_at,
-            deadline_at=float("inf"),
+            deadline_at=math.inf,
             uncached_tokens=arrival.prompt_tokens - held_blocks * self._block_size,
             is_warm=dispatch.is_warm,
+            max_wait_ms=dispatch.max_wait_ms,
         )
         verdict = self.admission.offer(offer, now, now)
-        accept = Accept(
-            VERSION,
-            dispatch.request_id,
-            dispatch.attempt,
-            self.name,
-            INCARNATION,
-            verdict.refused,
-            verdict.queue_ms,
-            verdict.held_blocks,
-        )
-        self._wires.accept(accept, reply)
+        self._answer(dispatch, reply, verdict.refused, verdict.queue_ms, verdict.held_blocks)
         ticket = verdict.start
         if ticket is None:
             self.refused_count += 1
@@ -143,7 +145,10 @@ class Worker:
             namespace=EngineNamespace(salt=arrival.tenant),
             now_ms=now * 1000,
         )
-        running = self._running[dispatch.request_id] = _Running(arrival, dispatch, ticket, request)
+        running = self._running[dispatch.request_id] = _Running(arrival, dispatch, ticket, request, reply)
+        patience_s = ticket.patience_s(now)
+        if patience_s < math.inf:
+            self._timeline.after(patience_s, self._patience_ends, running)
         if ticket.has_turn:
             self._interrupt()
             self._submit(running)
@@ -163,6 +168,27 @@ class Worker:
                 # Its last token is in the step under way.
                 return
         self._end(running, "cancelled", "cancelled")
+        if not self._in_step and self._run_since is None:
+            self._go()
+
+    def _answer(
+        self, dispatch: Dispatch, reply: Callable[[Accept], None], refused: str, queue_ms: float, held_blocks: int
+    ) -> None:
+        request_id, attempt = dispatch.request_id, dispatch.attempt
+        accept = Accept(VERSION, request_id, attempt, self.name, INCARNATION, refused, queue_ms, held_blocks)
+        self._wires.accept(accept, reply)
+
+    def _patience_ends(self, running: _Running) -> None:
+        """If its turn with the engine has not come by now, it is given back."""
+        now, ticket = self._timeline.now, running.ticket
+        if ticket.has_turn or self._running.get(ticket.request_id) is not running:
+            return
+        self.given_back_count += 1
+        self.admission.end(ticket, now, Left.GIVEN_BACK)
+        del self._running[ticket.request_id]
+        self._answer(running.dispatch, running.reply, WAITED, self.admission.queue_ms(now), ticket.held_blocks)
+        self._load_changed()
+        self._give_turns()
         if not self._in_step and self._run_since is None:
             self._go()
 
@@ -224,6 +250,7 @@ class Worker:
             block_size=self._block_size,
             draining=False,
             accepted=self._accepted,
+            reserved_slots=admission.reserved_slots,
         )
         self._accepted = []
         self._wires.load(load)
@@ -260,7 +287,7 @@ class Worker:
 
     def _run_ends(self, wake: int) -> None:
         if wake == self._wake and self._run_since is not None:
-            result = self.core.advance(self._run_since * 1000, float("inf"))
+            result = self.core.advance(self._run_since * 1000, math.inf)
             self._run_since = None
             self._stepped(result)
 
@@ -340,7 +367,7 @@ class Worker:
             incarnation=INCARNATION,
             tenant=arrival.tenant,
             model=MODEL,
-            ns_id="",
+            ns_id=dispatch.ns_id.hex(),
             status=status,
             error=error,
             prefix_class=arrival.prefix_class,

@@ -53,13 +53,13 @@ from ..bus.messages import (
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, journal, policy
-from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
+from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State, pause_s
 from .fleet import Available, Fleet, Lost, Survey
-from .holdings import corrected
 from .learning import Learner
 from .metrics import Metrics, WorkerGauges
 from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
+from .recent import Recent
 from .rollout import Rollout
 from .shortlist import Shortlist, shortlist
 from .traffic import Traffic
@@ -113,6 +113,7 @@ class Desk:
         self.settings = rt.config.router
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
         self.traffic = Traffic()
+        self.recent = Recent()
         self.cancels = Cancels()
         # By shard of the directory: one that hangs says nothing about another.
         self.patience = [Patience() for _ in range(rt.config.directory.shards)]
@@ -216,10 +217,14 @@ class Desk:
         now = self.clock.now()
         if not announced.worker:
             self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
+            self.recent.take_back(announced.request_id, announced.attempt)
             return
         until = now + max(0.0, announced.expires_at - self.clock.wall())
         if announced.attempt == 1:
             self.traffic.note(announced.ns_id, announced.keys)
+        self.recent.note(
+            announced.request_id, announced.attempt, announced.ns_id, announced.keys, announced.worker, now
+        )
         self.fleet.book(
             announced.request_id,
             announced.attempt,
@@ -262,6 +267,9 @@ class Request:
         self._mail = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._holdings: Holdings | None = None
+        self._asked_at = 0.0
+        # With what was dispatched since.
+        self._known: Holdings | None = None
         self._shared_blocks = 0
         self._decision: Decision | None = None
         self._stale: Accept | None = None
@@ -309,8 +317,6 @@ class Request:
             if accept.refused in (QUEUE_TOO_LONG, WAITED):
                 now = self._desk.clock.now()
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
-            elif accept.refused == STALE_HIT and self._holdings is not None:
-                self._holdings = corrected(self._holdings, accept.worker, accept.held_blocks)
             return self.attempts.refused(accept.attempt, accept.refused)
         else:
             effects = self.attempts.accepted(accept.attempt)
@@ -442,7 +448,7 @@ class Request:
     async def _look_up(self) -> Holdings | None:
         """None when the directory did not answer: the request is decided blind."""
         route, desk = self._route, self._desk
-        started_at = desk.clock.now()
+        started_at = self._asked_at = desk.clock.now()
         shard = namespace.shard_of(route.ns_id, len(desk.patience))
         patience = desk.patience[shard]
         if not patience.may_ask(started_at):
@@ -481,6 +487,9 @@ class Request:
             return attempts.nobody_now(why, now) if is_one_late else attempts.nobody(why)
         acting, role = desk.rollout.acting(route.request_id, route.prefix_class)
         ordinal = next(desk.ordinals)
+        self._known = self._holdings
+        if self._known is not None:
+            self._known = desk.recent.complete(self._known, route.ns_id, route.keys, self._asked_at, now)
         shortlisted, decision = self._decide(acting, available, ordinal, now, wall)
         self._decision = decision
         effects = attempts.decided(decision.worker, _incarnation(available, decision.worker))
@@ -509,7 +518,7 @@ class Request:
         shortlisted = shortlist(
             self._route,
             available,
-            self._holdings,
+            self._known,
             self._shared_blocks,
             self._desk.learner,
             by,
@@ -558,6 +567,7 @@ class Request:
         )
         if attempts.attempt == 1:
             desk.traffic.note(route.ns_id, route.keys)
+        desk.recent.note(route.request_id, attempts.attempt, route.ns_id, route.keys, attempts.worker, now)
         return self._dispatch(decision)
 
     def _dispatch(self, decision: Decision) -> Effects:
@@ -570,7 +580,7 @@ class Request:
             request_id=route.request_id,
             attempt=attempts.attempt,
             incarnation=attempts.incarnation,
-            max_queue_ms=decision.max_queue_ms if attempts.may_rechoose else NO_LIMIT_MS,
+            max_queue_ms=NO_LIMIT_MS if attempts.is_last else decision.max_queue_ms,
             accept_by_at=min(wall + accept_s, route.deadline_at),
             prefill_ms=decision.work_ms,
             predicted_tokens=decision.predicted_tokens,
@@ -580,7 +590,6 @@ class Request:
             is_warm=decision.is_warm,
             # There is nobody to choose anew after the last one.
             max_wait_ms=0.0 if attempts.is_last else decision.max_wait_ms,
-            min_held_blocks=decision.min_held_blocks if attempts.may_rechoose else 0,
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
         self._stop("look")
@@ -626,6 +635,7 @@ class Request:
         self._stop("silent", "again", "doubt")
         now = self._desk.clock.now()
         self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, now, never_ran=True)
+        self._desk.recent.take_back(self._route.request_id, self.attempts.attempt)
         self._announce("", 0.0, b"")
 
     def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
