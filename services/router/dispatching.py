@@ -52,11 +52,11 @@ from ..bus.messages import (
 )
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
-from . import cost, journal, policy
+from . import cost, gains, journal, policy
 from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State, pause_s
 from .fleet import Available, Fleet, Lost, Survey
 from .learning import Learner
-from .metrics import Metrics, WorkerGauges
+from .metrics import Metrics, OfClass, WorkerGauges
 from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
 from .recent import Recent
@@ -119,7 +119,7 @@ class Desk:
         self.patience = [Patience() for _ in range(rt.config.directory.shards)]
         self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.rollout = Rollout(self.configured)
-        self.metrics = Metrics(rt.registry)
+        self.metrics = Metrics(rt.registry, rt.config.models)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
         self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
         self.journal_key = journal_key
@@ -272,6 +272,9 @@ class Request:
         self._known: Holdings | None = None
         self._shared_blocks = 0
         self._decision: Decision | None = None
+        # Of the worker it was last sent to; and why that is not one that holds more.
+        self._pool = ""
+        self._left_because = ""
         self._stale: Accept | None = None
         self._code = ""
         self._announced = 0
@@ -365,13 +368,10 @@ class Request:
     def hear_outcome(self, outcome: Outcome) -> Effects:
         if not self.attempts.ended:
             self._code = outcome.error if outcome.status != "ok" else ""
-        if outcome.attempt == self.attempts.attempt:
-            metrics = self._desk.metrics
-            if outcome.queue_wait_ms is not None and self._decision is not None:
-                metrics.queue_wait_ms.labels(self._decision.name).observe(outcome.queue_wait_ms)
-            if outcome.cached_tokens is not None:
-                metrics.cached_tokens.labels("predicted").inc(outcome.predicted_tokens)
-                metrics.cached_tokens.labels("actual").inc(outcome.cached_tokens)
+        decision = self._decision
+        if outcome.attempt == self.attempts.attempt and outcome.cached_tokens is not None and decision is not None:
+            saved_ms = gains.saved_prefill_ms(decision, outcome.prompt_tokens, outcome.cached_tokens)
+            self._desk.metrics.gained(self._of_class(), saved_ms, gains.extra_queue_ms(decision))
         return self.attempts.outcome(outcome.attempt)
 
     async def run(self) -> None:
@@ -390,7 +390,8 @@ class Request:
                 await self._let_go()
             for reason in self.attempts.failovers:
                 self._desk.metrics.failovers.labels(reason).inc()
-            self._desk.metrics.ended(self._decision.name if self._decision else "", self._code)
+            name = self._decision.name if self._decision else ""
+            self._desk.metrics.ended(self._of_class(), name, self._code, self._left_because)
 
     async def _live(self, remaining_s: float) -> None:
         route, desk = self._route, self._desk
@@ -492,7 +493,18 @@ class Request:
             self._known = desk.recent.complete(self._known, route.ns_id, route.keys, self._asked_at, now)
         shortlisted, decision = self._decide(acting, available, ordinal, now, wall)
         self._decision = decision
-        effects = attempts.decided(decision.worker, _incarnation(available, decision.worker))
+        chosen = next(one.worker for one in available if one.name == decision.worker)
+        excluded = survey.excluded | {worker: gains.TRIED for worker, _ in attempts.avoid}
+        self._pool = chosen.load.pool
+        self._left_because = gains.left_because(
+            decision,
+            self._known,
+            excluded,
+            prompt_tokens=route.prompt_tokens,
+            block_size=shortlisted.shape.block_size,
+            min_reuse_tokens=acting.min_reuse_tokens,
+        )
+        effects = attempts.decided(decision.worker, chosen.incarnation)
         desk.metrics.decide_us.observe((desk.clock.now() - now) * 1e6)
         record = journal.build(
             route,
@@ -501,7 +513,7 @@ class Request:
             acting,
             attempt=attempts.attempt,
             router=desk.rt.instance,
-            excluded=survey.excluded | {worker: "tried" for worker, _ in attempts.avoid},
+            excluded=excluded,
             key=desk.journal_key,
             code_version=__version__,
             rollout=role,
@@ -757,12 +769,12 @@ class Request:
             return
         self._desk.metrics.keepalives.inc()
 
+    def _of_class(self) -> OfClass:
+        route = self._route
+        return self._desk.metrics.of_class(route.model, self._pool, route.template_version, route.prefix_class)
+
     def __repr__(self) -> str:
         return f"<Request {self._route.request_id} {self.attempts!r}>"
-
-
-def _incarnation(available: list[Available], worker: str) -> int:
-    return next(one.worker.incarnation for one in available if one.name == worker)
 
 
 def _why_nobody(survey: Survey, model: str) -> PrefixbusError:

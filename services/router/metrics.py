@@ -1,19 +1,26 @@
-"""What the router counts. Labels are bounded: decisions, error codes, reasons and workers, never requests or prefixes.
+"""What the router counts: decisions, and what came of each request.
 
-Must not know: how anything is decided."""
+What an attempt measured (tokens, times, predicted against actual) is its bridge's to count (worker_bridge/metrics.py).
+Labels are bounded: decisions, error codes, reasons, workers that live, and of whatever comes from outside a few values
+(bus/labels.py); never requests or prefixes.
 
-from collections.abc import Callable, Iterator
+Owns: names, labels, buckets.   Must not know: how anything is decided.   Source: DESIGN 11."""
+
+from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..bus import labels
 from ..bus.errors import PrefixbusError, by_code
 from .fleet import Fleet
 
-_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000)
 _SHORT_MS = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _US = (10, 25, 50, 100, 250, 500, 1000, 2500)
+
+OfClass = tuple[str, str, str, str]
+"""Model, pool, template, prefix class."""
 
 
 class WorkerGauges(Collector):
@@ -41,11 +48,36 @@ def _of_workers(name: str, text: str) -> GaugeMetricFamily:
 class Metrics:
     """All of them, in one registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, models: Collection[str]) -> None:
+        """`models` are those in the config; a request for any other is for `other`."""
+        self._models = frozenset(models)
+        self._pools = labels.Few()
+        self._templates = labels.Few()
+        of_class = "model", "pool", "template", "prefix_class"
         self.requests = Counter(
             "prefixbus_router_requests",
             "Requests that ended, by the last decision (none: before any) and error code (ok: none).",
-            ["decision", "code"],
+            [*of_class, "decision", "code"],
+            registry=registry,
+        )
+        self.left_warm_worker = Counter(
+            "prefixbus_router_left_warm_worker",
+            "Requests whose last decision passed over a worker that holds more of the prompt: for its queue "
+            "(max-wait), since it was later (margin), for its memory (memory), or since it could not be chosen (busy, "
+            "draining, suspect, lost, tried).",
+            [*of_class, "reason"],
+            registry=registry,
+        )
+        self.prefill_saved_ms = Counter(
+            "prefixbus_router_prefill_saved_ms",
+            "Prefill that cached tokens made needless, by the prices of the decision.",
+            of_class,
+            registry=registry,
+        )
+        self.extra_queue_ms = Counter(
+            "prefixbus_router_extra_queue_ms",
+            "Queue accepted beyond the shortest of all candidates, of the same requests: saved less extra is the net.",
+            of_class,
             registry=registry,
         )
         self.lookup_ms = Histogram(
@@ -66,13 +98,6 @@ class Metrics:
             "prefixbus_router_prefill_samples",
             "Ends of requests, by what they told of prefill times (contended: they were computed beside others).",
             ["verdict"],
-            registry=registry,
-        )
-        self.queue_wait_ms = Histogram(
-            "prefixbus_router_queue_wait_ms",
-            "From acceptance to the first step of prefill, as bridges measured it, by decision.",
-            ["decision"],
-            buckets=_MS,
             registry=registry,
         )
         self.failovers = Counter(
@@ -109,12 +134,6 @@ class Metrics:
             "Answers to dispatches and aborts by another life of the worker than the one addressed.",
             registry=registry,
         )
-        self.cached_tokens = Counter(
-            "prefixbus_router_cached_tokens",
-            "Cached tokens of requests whose engine reported them, predicted and actual.",
-            ["kind"],
-            registry=registry,
-        )
         self.in_hand = Gauge(
             "prefixbus_router_in_hand", "Requests this router has taken and that have not ended.", registry=registry
         )
@@ -140,8 +159,24 @@ class Metrics:
             "prefixbus_router_journal_lost", "Decision records that could not be stored.", registry=registry
         )
 
-    def ended(self, decision: str, code: str) -> None:
-        """A request ended; `code` is empty if it ended well."""
+    def of_class(self, model: str, pool: str, template: str, prefix_class: str) -> OfClass:
+        """The labels that say what kind of request it is; `pool` is that of the worker it was last sent to."""
+        return (
+            model if model in self._models else labels.OTHER,
+            self._pools.of(pool),
+            self._templates.of(labels.template(template)),
+            labels.prefix_class(prefix_class),
+        )
+
+    def ended(self, of_class: OfClass, decision: str, code: str, left: str) -> None:
+        """A request ended; `code` is empty if it ended well, `left` unless it left a warm worker."""
         kind = by_code(code) if code else None
         label = "ok" if kind is None else kind.code if code == kind.code else PrefixbusError.code
-        self.requests.labels(decision or "none", label).inc()
+        self.requests.labels(*of_class, labels.decision(decision), label).inc()
+        if left:
+            self.left_warm_worker.labels(*of_class, left).inc()
+
+    def gained(self, of_class: OfClass, saved_ms: float, extra_ms: float) -> None:
+        """An answer came whose engine said what it reused."""
+        self.prefill_saved_ms.labels(*of_class).inc(saved_ms)
+        self.extra_queue_ms.labels(*of_class).inc(extra_ms)

@@ -172,6 +172,14 @@ class Cluster:
                     total[key] = total.get(key, 0.0) + value
         return total
 
+    def total(self, service: str, name: str, **labels: str) -> float:
+        """The sum over all copies of a service, and over all series of this name that have these labels."""
+        pairs = [f'{label}="{value}"' for label, value in labels.items()]
+        metrics = self.metrics(service)
+        return sum(
+            value for key, value in metrics.items() if key.split("{")[0] == name and all(pair in key for pair in pairs)
+        )
+
     def metrics_of(self, file: deployment.RunFile) -> dict[str, float]:
         """One process's metrics, by `name` or `name{a="b"}`."""
         with self.open(f"{file.http}/metrics") as reply:
