@@ -39,6 +39,7 @@ from ..bus.messages import (
     JOB,
     LOOKUP,
     VERSION,
+    WARM,
     Abort,
     Accept,
     ControlReply,
@@ -63,6 +64,7 @@ from .recent import Recent
 from .rollout import Rollout
 from .shortlist import Shortlist, shortlist
 from .traffic import Traffic
+from .warming import Warming
 
 # Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches, aborts and questions.
 DISPATCHES = "d"
@@ -113,6 +115,7 @@ class Desk:
         self.settings = rt.config.router
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
         self.traffic = Traffic()
+        self.warming = Warming(rt, self.fleet)
         self.recent = Recent()
         self.cancels = Cancels()
         # By shard of the directory: one that hangs says nothing about another.
@@ -203,6 +206,9 @@ class Desk:
 
     def outcome(self, outcome: Outcome) -> None:
         """An attempt of some router's ended."""
+        if outcome.decision == WARM:
+            self.warming.outcome(outcome)
+            return
         now = self.clock.now()
         around = self.fleet.surroundings(outcome.request_id, outcome.attempt, outcome.worker, outcome.ttft_ms)
         if around is not None:
@@ -214,6 +220,9 @@ class Desk:
 
     def dispatched(self, announced: Dispatched) -> None:
         """Another router sent, or took back, a dispatch."""
+        self.warming.announced(announced)
+        if announced.is_warming:
+            return
         now = self.clock.now()
         if not announced.worker:
             self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
@@ -317,6 +326,7 @@ class Request:
                 # Nobody else will be asked: a long answer should not hold its prompt here.
                 self._route = msgspec.structs.replace(self._route, keys=b"", job=b"")
         elif accept.refused:
+            self._desk.warming.refused(self._route.ns_id, accept.refused)
             if accept.refused in (QUEUE_TOO_LONG, WAITED):
                 now = self._desk.clock.now()
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
@@ -619,6 +629,8 @@ class Request:
             to_first_token_s = decision.ranking[0].ttft_ms / 1000
             believed_s = min(route.deadline_at - wall, 2 * to_first_token_s + ANNOUNCED_S)
             self._announce(attempts.worker, wall + believed_s, route.keys)
+            if attempts.attempt == 1:
+                desk.warming.sent(route, self._held_blocks)
         return ()
 
     def _send_again(self) -> None:
@@ -650,6 +662,11 @@ class Request:
         self._desk.recent.take_back(self._route.request_id, self.attempts.attempt)
         self._announce("", 0.0, b"")
 
+    @property
+    def _held_blocks(self) -> int:
+        """The deepest that any worker held when we asked."""
+        return self._holdings.levels[0].depth if self._holdings is not None and self._holdings.levels else 0
+
     def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
         announced = Dispatched(
             v=VERSION,
@@ -662,6 +679,9 @@ class Request:
             ns_id=self._route.ns_id,
             keys=keys,
             expires_at=expires_at,
+            prefix_class=self._route.prefix_class,
+            held_blocks=self._held_blocks,
+            shared_blocks=self._shared_blocks,
         )
         with contextlib.suppress(BusUnavailable):
             self._desk.bus.send(subjects.DISPATCHED, DISPATCHED.encode(announced))

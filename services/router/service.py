@@ -19,6 +19,7 @@ from ..bus.messages import (
     LOAD,
     OUTCOME,
     ROUTE,
+    WARM_ORDER,
     Dispatched,
     Load,
     Outcome,
@@ -27,6 +28,7 @@ from ..bus.messages import (
 from ..bus.runtime import Runtime
 from .dispatching import ABORTS, CLIENTS, DISPATCHES, STARTED, STATUSES, Desk, Request
 from .rollout import ROLES, Role, changed
+from .warming import WARMS
 
 QUEUE_GROUP = "router"
 POLICY_STREAM = f"KV_{subjects.BUCKET_POLICIES}"
@@ -46,11 +48,13 @@ async def run(rt: Runtime) -> None:
     await rt.listen(subjects.ALL_LOAD, LOAD, wires.load)
     await rt.listen(subjects.DISPATCHED, DISPATCHED, wires.dispatched)
     await rt.listen(subjects.ALL_OUTCOME, OUTCOME, wires.outcome)
+    await rt.listen(subjects.WARM, WARM_ORDER, desk.warming.order)
     await rt.listen_plain(subjects.ALL_CANCELLED, wires.cancelled)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{STATUSES}.*.*", wires.status)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{CLIENTS}.*.*", wires.client)
+    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{WARMS}.*.*", desk.warming.answered)
     for role in ROLES:
         heard = functools.partial(wires.new_policy, role)
         await rt.bus.follow(POLICY_STREAM, f"{POLICY_SUBJECT}.{role}", heard, start="last")
@@ -161,6 +165,7 @@ class Wires:
                 desk.metrics.leases.labels("suspect").inc()
                 desk.suspect(worker)
             desk.look_around()
+            desk.warming.sweep(now)
             desk.metrics.in_hand.set(len(desk.in_hand))
             desk.metrics.in_flight.set(sum(desk.fleet.in_flight().values()))
             desk.metrics.workers.set(len(desk.fleet))

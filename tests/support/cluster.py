@@ -43,6 +43,7 @@ IDLE = {
         "prefixbus_bridge_running",
         "prefixbus_bridge_waiting",
         "prefixbus_bridge_held_back",
+        "prefixbus_bridge_warming",
         "prefixbus_bridge_attempts",
         "prefixbus_bridge_prompt_tokens",
         "prefixbus_bridge_queue_ms",
