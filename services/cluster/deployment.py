@@ -396,8 +396,12 @@ class Deployment:
     def _shards(self) -> int:
         """Of the directory: what the config says, or will say once it is made."""
         path = self._directory / "config.toml"
-        config = config_module.load(path, os.environ) if path.exists() else config_module.parse("", os.environ)
-        return config.directory.shards
+        if path.exists():
+            return config_module.load(path, os.environ).directory.shards
+        # Overrides of what the file will hold besides (models) mean nothing before it does.
+        prefix = f"{config_module.ENV_PREFIX}DIRECTORY__"
+        overrides = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+        return config_module.parse("", overrides).directory.shards
 
     def _engine_specs(self) -> list[Spec]:
         return [Spec(f"engine-{w}", self.engine_command(w, self._engines[w]), _ENGINE) for w in self.workers]

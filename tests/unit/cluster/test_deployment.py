@@ -81,3 +81,14 @@ def test_an_unknown_model_is_refused_before_anything_is_made(tmp_path: Path, mod
         deployment.check_model(tmp_path / "s", model)
 
     assert not (tmp_path / "s").exists()
+
+
+def test_overrides_of_a_model_that_the_first_up_will_configure_do_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's section is made after the plan is told; an override of it alone lacks the required fields."""
+    monkeypatch.setenv("PREFIXBUS_MODELS__SMOLLM2__MAX_MODEL_LEN", "131072")
+    monkeypatch.setenv("PREFIXBUS_DIRECTORY__SHARDS", "2")
+    planned = deployment.Deployment(tmp_path / "new", deployment.Options(workers=1), print)
+
+    assert "directory of 2 shards" in planned.plan()
