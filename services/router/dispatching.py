@@ -54,8 +54,9 @@ from ..bus.messages import (
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, gains, journal, policy
-from .attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, State, pause_s
+from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .fleet import Available, Fleet, Lost, Survey
+from .holdings import corrected
 from .learning import Learner
 from .metrics import Metrics, OfClass, WorkerGauges
 from .patience import Patience
@@ -277,7 +278,9 @@ class Request:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._holdings: Holdings | None = None
         self._asked_at = 0.0
-        # With what was dispatched since.
+        # How many blocks workers hold by their bridges' own word.
+        self._told: dict[str, int] = {}
+        # The directory's answer, with what was dispatched since, corrected by that word.
         self._known: Holdings | None = None
         self._shared_blocks = 0
         self._decision: Decision | None = None
@@ -330,6 +333,8 @@ class Request:
             if accept.refused in (QUEUE_TOO_LONG, WAITED):
                 now = self._desk.clock.now()
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
+            elif accept.refused == STALE_HIT:
+                self._told[accept.worker] = accept.held_blocks
             return self.attempts.refused(accept.attempt, accept.refused)
         else:
             effects = self.attempts.accepted(accept.attempt)
@@ -501,6 +506,8 @@ class Request:
         self._known = self._holdings
         if self._known is not None:
             self._known = desk.recent.complete(self._known, route.ns_id, route.keys, self._asked_at, now)
+            for worker, depth in self._told.items():
+                self._known = corrected(self._known, worker, depth)
         shortlisted, decision = self._decide(acting, available, ordinal, now, wall)
         self._decision = decision
         chosen = next(one.worker for one in available if one.name == decision.worker)
@@ -602,7 +609,7 @@ class Request:
             request_id=route.request_id,
             attempt=attempts.attempt,
             incarnation=attempts.incarnation,
-            max_queue_ms=NO_LIMIT_MS if attempts.is_last else decision.max_queue_ms,
+            max_queue_ms=decision.max_queue_ms if attempts.may_rechoose else NO_LIMIT_MS,
             accept_by_at=min(wall + accept_s, route.deadline_at),
             prefill_ms=decision.work_ms,
             predicted_tokens=decision.predicted_tokens,
@@ -612,6 +619,7 @@ class Request:
             is_warm=decision.is_warm,
             # There is nobody to choose anew after the last one.
             max_wait_ms=0.0 if attempts.is_last else decision.max_wait_ms,
+            min_held_blocks=decision.min_held_blocks if attempts.may_rechoose else 0,
         )
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
         self._stop("look")
