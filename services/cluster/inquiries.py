@@ -5,6 +5,7 @@ Owns: their arguments, exit statuses and output.   Must not know: how decisions 
 
 import asyncio
 import enum
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -202,11 +203,13 @@ def top(
 def _print_directory(state: Path, seq: int) -> None:
     from rich.table import Table
 
+    from ..bus import config
     from . import past, records
 
     async def work() -> "Rebuild":
         async with records.operator(state) as bus:
-            return await past.directory_at(bus, seq)
+            shards = config.load(state / "config.toml", os.environ).directory.shards
+            return await past.directory_at(bus, seq, shards)
 
     rebuild = asyncio.run(work())
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -8,31 +8,62 @@ from ..bus import messages, subjects
 from ..bus.connection import Bus
 from ..bus.errors import BadRequest
 from ..bus.messages import Cleared, KvEvents, Removed
+from ..bus.objects import Objects
+from ..directory import snapshot
+from ..directory.snapshot import Header
 from ..lab.mismatches import Life, Removal
 from ..lab.rebuild import Rebuild
 from . import streams
 from .records import AgedOut
 
 
-async def directory_at(bus: Bus, seq: int) -> Rebuild:
-    """All events up to and including stream sequence `seq`, taken in.
+async def directory_at(bus: Bus, seq: int, shards: int) -> Rebuild:
+    """All events up to and including stream sequence `seq`, taken in; by so many shards.
 
-    :raises BadRequest: there is no such message yet.   :raises AgedOut: not all before it are there any more."""
+    :raises BadRequest: there is no such message yet.   :raises AgedOut: not all before it are there any more, and no
+    snapshot stands for them.   :raises SnapshotUnusable, ObjectDamaged: a snapshot cannot be read."""
     stream = subjects.STREAM_KV_EVENTS
     held = await streams.state(bus, stream)
     if seq > held.last_seq:
         newest = f"the newest is {held.last_seq}" if held.last_seq else "it is empty"
         raise BadRequest(f"{stream} has no message {seq} yet: {newest}.", field="--directory-at")
+    rebuild = Rebuild()
+    begun: dict[int, int] = {}
     if held.first_seq > 1:
+        for shard, (header, data) in (await _snapshots(bus, held.first_seq, seq, shards)).items():
+            rebuild.begin(shard, data)
+            begun[shard] = header.stream_seq
+    async for kept in streams.read(bus, stream, subjects.ALL_KV, last_seq=seq):
+        shard = subjects.kv_shard(kept.subject)
+        if kept.seq > begun.get(shard, 0):
+            rebuild.take(shard, messages.KV.decode(kept.data))
+    return rebuild
+
+
+async def _snapshots(bus: Bus, first_seq: int, seq: int, shards: int) -> dict[int, tuple[Header, bytearray]]:
+    """By shard: each true for a moment up to `seq`, and followed by events that are all there."""
+    stream, objects = subjects.STREAM_KV_EVENTS, Objects(bus, subjects.BUCKET_DIRECTORY)
+    gone = f"{stream} now begins at message {first_seq}: what came before is gone"
+    life = (await bus.stream_state(stream)).made
+    found: dict[int, tuple[Header, bytearray]] = {}
+    for shard in range(shards):
+        kept = await objects.find(snapshot.name_of(shard, shards))
+        data = await objects.read(kept.object) if kept is not None else bytearray()
+        if data and (header := snapshot.header_of(data)).stream == life and header.stream_seq >= first_seq - 1:
+            found[shard] = (header, data)
+    if len(found) < shards:
         raise AgedOut(
-            f"{stream} now begins at message {held.first_seq}: what came before is gone, and there is no snapshot. "
-            "The oldest state that can be rebuilt is that of the first snapshot.",
+            f"{gone}, and there is no snapshot to begin with yet. The oldest state that can be rebuilt is that of the "
+            "next snapshot.",
             field="--directory-at",
         )
-    rebuild = Rebuild()
-    async for kept in streams.read(bus, stream, subjects.ALL_KV, last_seq=seq):
-        rebuild.take(subjects.kv_shard(kept.subject), messages.KV.decode(kept.data))
-    return rebuild
+    oldest = max(header.stream_seq for header, _ in found.values())
+    if seq < oldest:
+        raise AgedOut(
+            f"{gone}. The oldest state that can be rebuilt is that of the snapshots, after message {oldest}.",
+            field="--directory-at",
+        )
+    return found
 
 
 class Told(NamedTuple):

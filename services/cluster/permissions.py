@@ -276,6 +276,7 @@ def _operator() -> Access:
             subjects.STREAM_WORKERS,
             subjects.STREAM_POLICIES,
             subjects.STREAM_KV_EVENTS,  # what workers held when a decision was made
+            subjects.STREAM_DIRECTORY,  # snapshots: the same, once the first events are gone
             subjects.STREAM_CAPTURE,  # requests to be sent again
         ),
         # Only where nobody's durable consumer could be changed or deleted.

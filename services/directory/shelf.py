@@ -46,7 +46,7 @@ class Shelf:
         self._every_s = rt.config.directory.snapshot_every_s
         self._applied = applied
         self._objects = Objects(rt.bus, subjects.BUCKET_DIRECTORY)
-        self._name = f"shard-{shard}-of-{self._shards}"
+        self._name = snapshot.name_of(shard, self._shards)
         self._taken_at = 0.0
         self._bytes = 0
         self._failures = Counter(

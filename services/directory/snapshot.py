@@ -99,6 +99,11 @@ class _Frames:
         return len(payload).to_bytes(4, "little") + self._check.to_bytes(4, "little") + payload
 
 
+def name_of(shard: int, shards: int) -> str:
+    """What the object that holds a shard's snapshot is called."""
+    return f"shard-{shard}-of-{shards}"
+
+
 def take(ledger: Ledger, index: Index, header: Header) -> Iterator[bytes]:
     """The bytes of a snapshot, piece by piece (about 0.3 ms each). Both may change between two pieces; `header` must
     have been made before the first, with the last event that was applied."""

@@ -1,13 +1,15 @@
 """What a directory knew from events at a past moment of the event stream.
 
-The production ledger and index, given the stream from its beginning. Leases are not in the stream: a worker that was
-lost and never came back is still here with what it held last.
+The production ledger and index, given the stream from its beginning, or from a snapshot on. Leases are in neither: a
+worker that was lost and never came back is still here with what it held last. One that a snapshot left out, because its
+story had holes, is here from its next event on.
 
 Owns: nothing.   Must not know: where events come from.   Units: blocks. Names no namespace and no key (DESIGN 5)."""
 
 import msgspec
 
 from ..bus.messages import KvDump, KvEvents
+from ..directory import snapshot
 from ..directory.index import Index, Slots
 from ..directory.ledger import Ledger
 
@@ -34,10 +36,18 @@ class _Shard:
 
 
 class Rebuild:
-    """Takes the messages of KV_EVENTS in order, from the first one ever stored."""
+    """Takes the messages of KV_EVENTS in order, from the first one ever stored or, for a shard that began with a
+    snapshot, from the one after that."""
 
     def __init__(self) -> None:
         self._shards: dict[int, _Shard] = {}
+
+    def begin(self, shard: int, data: bytes | bytearray) -> None:
+        """Takes a shard's snapshot, before all else of that shard. :raises SnapshotUnusable: it is damaged."""
+        for _ in snapshot.verify(data):
+            pass
+        for _ in snapshot.restore(data, self._shards.setdefault(shard, _Shard()).ledger, _NOW):
+            pass
 
     def take(self, shard: int, event: KvEvents | KvDump) -> None:
         ledger = self._shards.setdefault(shard, _Shard()).ledger
