@@ -12,9 +12,10 @@ from collections.abc import Callable
 from ..bus.errors import Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
 from ..router import policy
-from ..router.attempts import QUEUE_TOO_LONG, WAITED, Attempts, Effect, Effects, pause_s
+from ..router.attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, pause_s
 from ..router.cost import PROFILES
 from ..router.fleet import Available, Fleet
+from ..router.holdings import corrected
 from ..router.learning import Learner
 from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, RequestShape
 from ..router.recent import Recent
@@ -167,6 +168,7 @@ class _Request:
         self._holdings = Holdings(VERSION, [])
         self._shared_blocks = 0
         self._asked_at = router.timeline.now
+        self._told: dict[str, int] = {}
         self._decision: Decision | None = None
 
     def looked_up(self, holdings: Holdings) -> None:
@@ -178,6 +180,8 @@ class _Request:
 
     def hear_accept(self, accept: Accept) -> None:
         if accept.refused:
+            if accept.refused == STALE_HIT:
+                self._told[accept.worker] = accept.held_blocks
             self.perform(self.attempts.refused(accept.attempt, accept.refused))
         else:
             self.perform(self.attempts.accepted(accept.attempt))
@@ -224,6 +228,8 @@ class _Request:
         if router.setup.predict_delay_s is not None:
             now = router.timeline.now
             holdings = router.recent.complete(holdings, self.route.ns_id, self.route.keys, self._asked_at, now)
+        for worker, depth in self._told.items():
+            holdings = corrected(holdings, worker, depth)
         self._decision = decision = router.decide(
             self.route, available, holdings, self._shared_blocks, has_waited=attempts.has_waited
         )
@@ -239,7 +245,7 @@ class _Request:
         if attempts.attempt == 1:
             router.traffic.note(route.ns_id, route.keys)
         router.recent.note(route.request_id, attempts.attempt, route.ns_id, route.keys, attempts.worker, now)
-        is_bounded = router.setup.bounded_start and not attempts.is_last
+        is_bounded = router.setup.bounded_start and attempts.may_rechoose
         dispatch = Dispatch(
             v=VERSION,
             request_id=route.request_id,
@@ -253,7 +259,8 @@ class _Request:
             ns_id=route.ns_id,
             job=b"",
             is_warm=decision.is_warm,
-            max_wait_ms=decision.max_wait_ms if is_bounded else 0.0,
+            max_wait_ms=decision.max_wait_ms if router.setup.bounded_start and not attempts.is_last else 0.0,
+            min_held_blocks=decision.min_held_blocks if is_bounded else 0,
         )
         router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept)
         believed_s = 2 * decision.ranking[0].ttft_ms / 1000 + ANNOUNCED_S

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable
 
-from ..bus.blockkeys import reusable_blocks
+from ..bus.blockkeys import common_blocks, reusable_blocks
 from ..bus.messages import (
     VERSION,
     Accept,
@@ -112,6 +112,9 @@ class Worker:
         now = self._timeline.now
         keys = memoryview(arrival.keys).cast("Q").tolist()
         held_blocks = self._held_blocks(keys, arrival.prompt_tokens)
+        expected_blocks = held_blocks
+        if held_blocks < dispatch.min_held_blocks:
+            expected_blocks = max(held_blocks, self._shared_with_others(arrival))
         offer = Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
@@ -127,6 +130,8 @@ class Worker:
             uncached_tokens=arrival.prompt_tokens - held_blocks * self._block_size,
             is_warm=dispatch.is_warm,
             max_wait_ms=dispatch.max_wait_ms,
+            min_held_blocks=dispatch.min_held_blocks,
+            expected_blocks=expected_blocks,
         )
         verdict = self.admission.offer(offer, now, now)
         self._answer(dispatch, reply, verdict.refused, verdict.queue_ms, verdict.held_blocks)
@@ -195,6 +200,11 @@ class Worker:
     def _held_blocks(self, keys: list[int], prompt_tokens: int) -> int:
         reusable = reusable_blocks(prompt_tokens, self._block_size)
         return len(self.core.pool.lookup(keys, min(reusable, len(keys))))
+
+    def _shared_with_others(self, arrival: Arrival) -> int:
+        """How many blocks of it requests in hand are about to add."""
+        reusable = arrival.keys[: 8 * reusable_blocks(arrival.prompt_tokens, self._block_size)]
+        return max((common_blocks(one.arrival.keys, reusable) for one in self._running.values()), default=0)
 
     def _submit(self, running: _Running) -> None:
         """The engine is between two steps, or in one that this one comes too late for."""

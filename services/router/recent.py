@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 import msgspec
 
+from ..bus.blockkeys import common_blocks
 from ..bus.messages import Holdings, Level
 
 # Longer than a look-up may take, and than a directory takes to hear of a dispatch.
@@ -81,7 +82,7 @@ class Recent:
             sent = self._sent[request_id]
             if sent.at < since or looked_at >= MAX_ALIKE:
                 break
-            depth = _common_blocks(keys, sent.keys)
+            depth = common_blocks(keys, sent.keys)
             depths[sent.worker] = max(depth, depths.get(sent.worker, 0))
         return _merged(holdings, depths) if depths else holdings
 
@@ -91,19 +92,6 @@ class Recent:
         del alike[request_id]
         if not alike:
             del self._alike[sent.beginning]
-
-
-def _common_blocks(one: bytes, other: bytes) -> int:
-    """Chained keys: who has the key at a depth has all before it."""
-    low, high = 0, min(len(one), len(other)) // 8
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, end = 8 * middle - 8, 8 * middle
-        if one[start:end] == other[start:end]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _merged(holdings: Holdings, depths: dict[str, int]) -> Holdings:
