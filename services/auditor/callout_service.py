@@ -4,22 +4,16 @@ It connects in the AUTH account, where nobody but the server can ask. Must not k
 
 import os
 
-from prometheus_client import Counter
-
 from ..bus import secretfile
 from ..bus.runtime import Runtime
 from . import callout
 from .jwt import Issuer
+from .metrics import CalloutMetrics
 
 
 async def run(rt: Runtime) -> None:
     """Runs until `rt.stopping`. :raises ConfigInvalid: a seed is missing or damaged."""
-    results = Counter(
-        "prefixbus_authorizations",
-        "Tenants' connections, by result: allowed, denied, failed.",
-        ["result"],
-        registry=rt.registry,
-    )
+    metrics = CalloutMetrics(rt.registry)
     creds = rt.state / "creds"
     answering = callout.Callout(
         issuer=Issuer(secretfile.read(creds / "issuer.nk")),
@@ -27,7 +21,7 @@ async def run(rt: Runtime) -> None:
         tenants=callout.TenantsOnDisk(creds / "tenants.json"),
         clock=rt.clock,
         entropy=os.urandom,
-        on_result=lambda result: results.labels(result).inc(),
+        on_result=lambda result: metrics.authorizations.labels(result).inc(),
     )
     subscription = await callout.serve(rt.bus, answering)
     rt.ready(answering.not_ready_because)

@@ -10,10 +10,10 @@ import anyio
 import nats.errors
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
-from prometheus_client import Counter, Gauge
 
 from ..bus import messages, subjects
 from ..bus.runtime import Runtime
+from .metrics import AuditMetrics
 
 CONSUMER = "auditor"
 _BATCH = 256
@@ -25,11 +25,8 @@ FILL_ALARM = 0.8
 
 async def run(rt: Runtime) -> None:
     """Runs until `rt.stopping`."""
-    facts = Counter("prefixbus_audit_facts", "Facts on the record, by kind.", ["kind"], registry=rt.registry)
-    unreadable = Counter("prefixbus_audit_unreadable", "Records that are not facts of ours.", registry=rt.registry)
     reader = _Reader()
-    fill = Gauge("prefixbus_audit_fill_ratio", "Bytes of the record over its bound.", registry=rt.registry)
-    fill.set_function(lambda: reader.fill)
+    metrics = AuditMetrics(rt.registry, lambda: reader.fill)
     rt.ready(reader.not_ready_because)
     rt.task_group.start_soon(_watch_fill, rt, reader)
     while not rt.stopping.is_set():
@@ -40,9 +37,9 @@ async def run(rt: Runtime) -> None:
             while not rt.stopping.is_set():
                 for message in await _fetch(subscription):
                     try:
-                        facts.labels(messages.FACT.decode(message.data).kind).inc()
+                        metrics.facts.labels(messages.FACT.decode(message.data).kind).inc()
                     except messages.MessageInvalid as exc:
-                        unreadable.inc()
+                        metrics.unreadable.inc()
                         rt.caught(exc, "a record cannot be read", subject=message.subject)
                     # Acknowledged after it is counted: a copy that dies in between leaves it to another.
                     await message.ack()

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 from nats.aio.msg import Msg
-from prometheus_client import Counter, Gauge, Histogram
 
 from ..bus import messages, namespace, subjects
 from ..bus.errors import BadSubject, BusUnavailable, ConfigInvalid, PrefixbusError
 from ..bus.messages import Cleared, Dispatched, KvEvents, Load, Lookup, Outcome
 from ..bus.runtime import Runtime
-from .ledger import AskDump, Effect, Rules, WorkerLost, WorkerSuspect
+from .ledger import AskDump, Effect, NewIncarnation, Rules, WorkerBack, WorkerLost, WorkerSuspect
+from .metrics import DirectoryMetrics
 from .placement import Placement, PlacementRules
 from .shard import Settings, Shard
 from .shedding import Bounds
@@ -31,6 +31,12 @@ from .trust import TrustRules
 CATCH_UP_S = 3.0
 _TICK_S = 0.1
 _LAG_EVERY_S = 1.0
+_TURNS: dict[type[Effect], str] = {
+    NewIncarnation: "new",
+    WorkerSuspect: "suspect",
+    WorkerLost: "lost",
+    WorkerBack: "back",
+}
 
 
 class Directory:
@@ -63,54 +69,34 @@ class Directory:
                 idle_share=wanted.idle_share,
             )
         )
-        self._metrics(rt)
+        self._watch_numbers(rt)
 
-    def _metrics(self, rt: Runtime) -> None:
-        registry = rt.registry
-        self._lookup_seconds = Histogram(
-            "prefixbus_directory_lookup_seconds",
-            "Time to answer one look-up.",
-            registry=registry,
-            buckets=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 0.05),
-        )
-        self._events = Counter("prefixbus_directory_events", "Event messages taken in.", registry=registry)
-        self._dumps = Counter(
-            "prefixbus_directory_dumps_asked", "Dumps asked of workers, by reason.", ["reason"], registry=registry
-        )
-        self._warm_orders = Counter(
-            "prefixbus_directory_warm_orders",
-            "Prefixes that an idle worker was wanted to compute, by kind.",
-            ["kind"],
-            registry=registry,
-        )
-        self._leases = Counter("prefixbus_directory_leases", "Turns of workers' leases.", ["turn"], registry=registry)
+    def _watch_numbers(self, rt: Runtime) -> None:
         core = self.core
-        gauges = {
-            "shard": ("Which shard this is.", lambda: self.shard),
-            "lag_events": ("Stream sequences between the shard's last event and the last applied.", lambda: self._lag),
-            "entries": ("Block keys known.", lambda: core.index.entries),
-            "bytes": ("Estimated bytes of the index.", lambda: core.index.estimated_bytes),
-            "namespaces": ("Namespaces with entries.", lambda: core.index.namespaces),
-            "shed_pairs": (
-                "(worker, block) facts given up for lack of memory.",
-                lambda: core.shedding.shed_pairs,
-            ),
-            "announced_requests": ("Dispatches whose blocks are announced.", lambda: len(core.predictions)),
-            "announced_blocks": ("Blocks announced and not yet settled.", lambda: core.predictions.blocks),
-            "workers": ("Workers with a lease.", lambda: sum(1 for _ in core.ledger.views())),
-            "incomplete_workers": ("Workers whose story has holes.", lambda: len(core.ledger.incomplete())),
-            "popular_prefixes": ("Prefixes whose reuse is counted.", lambda: len(self.placement)),
-            "doubts": ("Workers that outcomes made us trust less, by namespace.", lambda: len(core.trust)),
-        }
-        for name, (text, read) in gauges.items():
-            Gauge(f"prefixbus_directory_{name}", text, registry=registry).set_function(read)
+        self.metrics = DirectoryMetrics(rt.registry)
+        self.metrics.watch(
+            {
+                "shard": lambda: self.shard,
+                "lag_events": lambda: self._lag,
+                "entries": lambda: core.index.entries,
+                "bytes": lambda: core.index.estimated_bytes,
+                "namespaces": lambda: core.index.namespaces,
+                "announced_requests": lambda: len(core.predictions),
+                "announced_blocks": lambda: core.predictions.blocks,
+                "workers": lambda: sum(1 for _ in core.ledger.views()),
+                "incomplete_workers": lambda: len(core.ledger.incomplete()),
+                "popular_prefixes": lambda: len(self.placement),
+                "doubts": lambda: len(core.trust),
+                "shed_pairs": lambda: core.shedding.shed_pairs,
+            }
+        )
 
     def lookup(self, asked: Lookup, message: Msg) -> None:
         """Answers with `Holdings`. Who asks what cannot be read gets no answer, and decides blind."""
         started = time.perf_counter()
         found = self.core.lookup(asked, self._now())
         holdings = msgspec.structs.replace(found, replica=self._rt.instance, stream_seq=self.applied_seq)
-        self._lookup_seconds.observe(time.perf_counter() - started)
+        self.metrics.lookup_seconds.observe(time.perf_counter() - started)
         self._send(message.reply, messages.HOLDINGS.encode(holdings))
 
     def load(self, load: Load, message: Msg) -> None:
@@ -134,7 +120,7 @@ class Directory:
         except PrefixbusError as exc:
             self._rt.caught(exc, "an event was dropped", subject=message.subject)
         else:
-            self._events.inc()
+            self.metrics.events.inc()
             self._perform(self.core.events(event, self._now()))
             if isinstance(event, KvEvents) and any(isinstance(op, Cleared) for op in event.ops):
                 self.placement.reset(event.worker, event.incarnation, self._now())
@@ -170,7 +156,7 @@ class Directory:
     def _order(self, now: float) -> None:
         """What should be computed before it is asked for."""
         for order in self.placement.orders(self.core.holders, now):
-            self._warm_orders.labels(order.kind).inc()
+            self.metrics.warm_orders.labels(order.kind).inc()
             self._send(subjects.WARM, messages.WARM_ORDER.encode(order))
 
     async def follow(self, shelf: Shelf) -> None:
@@ -233,16 +219,17 @@ class Directory:
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            self._leases.labels(type(effect).__name__).inc()
             match effect:
                 case AskDump(worker, incarnation, reason):
-                    self._dumps.labels(reason).inc()
+                    self.metrics.dumps_asked.labels(reason).inc()
                     request = messages.DumpRequest(messages.VERSION, incarnation, reason, self.shard)
                     self._send(subjects.control(worker, "dump"), messages.DUMP_REQUEST.encode(request))
                 case WorkerLost(worker) | WorkerSuspect(worker):
-                    self._rt.log.warning("worker %s: %s", worker, type(effect).__name__)
-                case _:
-                    self._rt.log.info("worker %s: %s", effect.worker, type(effect).__name__)
+                    self.metrics.leases.labels(_TURNS[type(effect)]).inc()
+                    self._rt.log.warning("worker %s: %s", worker, _TURNS[type(effect)])
+                case NewIncarnation(worker) | WorkerBack(worker):
+                    self.metrics.leases.labels(_TURNS[type(effect)]).inc()
+                    self._rt.log.info("worker %s: %s", worker, _TURNS[type(effect)])
 
     def _send(self, subject: str, payload: bytes) -> None:
         try:
@@ -269,7 +256,7 @@ async def run(rt: Runtime, shard: int = 0) -> None:
     await rt.listen(subjects.ALL_LOAD, messages.LOAD, directory.load)
     await rt.listen(subjects.DISPATCHED, messages.DISPATCHED, directory.dispatched)
     await rt.listen(subjects.ALL_OUTCOME, messages.OUTCOME, directory.outcome)
-    shelf = Shelf(rt, directory.core, shard, lambda: directory.applied_seq)
+    shelf = Shelf(rt, directory.core, shard, lambda: directory.applied_seq, directory.metrics)
     await directory.follow(shelf)
     rt.task_group.start_soon(directory.keep_time)
     rt.task_group.start_soon(directory.watch_lag)

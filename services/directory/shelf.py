@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import anyio
 import anyio.lowlevel
-from prometheus_client import Counter, Gauge
 
 from ..bus import subjects
 from ..bus.connection import WrongSequence
@@ -21,6 +20,7 @@ from ..bus.objects import Object, ObjectDamaged, Objects
 from ..bus.runtime import Runtime
 from . import snapshot
 from .ledger import Effect
+from .metrics import DirectoryMetrics
 from .shard import Shard
 from .snapshot import Header, SnapshotUnusable
 
@@ -38,7 +38,9 @@ _READS = 3
 class Shelf:
     """One replica's access to its shard's snapshot. `applied()` is the last stream sequence that is in its state."""
 
-    def __init__(self, rt: Runtime, core: Shard, shard: int, applied: Callable[[], int]) -> None:
+    def __init__(
+        self, rt: Runtime, core: Shard, shard: int, applied: Callable[[], int], metrics: DirectoryMetrics
+    ) -> None:
         self._rt = rt
         self._core = core
         self._shard = shard
@@ -49,15 +51,8 @@ class Shelf:
         self._name = snapshot.name_of(shard, self._shards)
         self._taken_at = 0.0
         self._bytes = 0
-        self._failures = Counter(
-            "prefixbus_directory_snapshot_failures", "Snapshots not read or not written.", ["of"], registry=rt.registry
-        )
-        self._written = Counter("prefixbus_directory_snapshots", "Snapshots written here.", registry=rt.registry)
-        for name, text, read in (
-            ("age_seconds", "Age of the shard's newest snapshot known here, -1 if none is.", self._age_s),
-            ("bytes", "Its size.", lambda: self._bytes),
-        ):
-            Gauge(f"prefixbus_directory_snapshot_{name}", text, registry=rt.registry).set_function(read)
+        self._metrics = metrics
+        metrics.watch_snapshot({"snapshot_age_seconds": self._age_s, "snapshot_bytes": lambda: self._bytes})
 
     def __repr__(self) -> str:
         return f"<Shelf {self._name}>"
@@ -75,7 +70,7 @@ class Shelf:
                 perform(effects)
                 await anyio.lowlevel.checkpoint()
         except (SnapshotUnusable, ObjectDamaged, BusUnavailable) as exc:
-            self._failures.labels("read").inc()
+            self._metrics.snapshot_failures.labels("read").inc()
             self._rt.caught(exc, "the snapshot is not used; workers are asked for dumps", snapshot=self._name)
             return None
         self._taken_at, self._bytes = header.taken_at, len(data)
@@ -93,7 +88,7 @@ class Shelf:
             except WrongSequence:
                 self._rt.log.info("another replica writes the snapshot")
             except PrefixbusError as exc:
-                self._failures.labels("write").inc()
+                self._metrics.snapshot_failures.labels("write").inc()
                 self._rt.caught(exc, "a snapshot was not written", snapshot=self._name)
 
     async def _read(self) -> bytearray | None:
@@ -137,7 +132,7 @@ class Shelf:
         about = {"stream": header.stream, "stream_seq": str(header.stream_seq), "taken_at": repr(header.taken_at)}
         written = await self._objects.write(self._name, self._pieces(header), about)
         self._taken_at, self._bytes = header.taken_at, written.size
-        self._written.inc()
+        self._metrics.snapshots.inc()
 
     async def _newest(self) -> Object | None:
         try:

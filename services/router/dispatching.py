@@ -116,7 +116,6 @@ class Desk:
         self.settings = rt.config.router
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
         self.traffic = Traffic()
-        self.warming = Warming(rt, self.fleet)
         self.recent = Recent()
         self.cancels = Cancels()
         # By shard of the directory: one that hangs says nothing about another.
@@ -124,6 +123,7 @@ class Desk:
         self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.rollout = Rollout(self.configured)
         self.metrics = Metrics(rt.registry, rt.config.models)
+        self.warming = Warming(rt, self.fleet, self.metrics)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
         self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
         self.journal_key = journal_key

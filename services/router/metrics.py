@@ -155,6 +155,15 @@ class Metrics:
             ["verdict"],
             registry=registry,
         )
+        self.warm_orders = Counter(
+            "prefixbus_router_warm_orders",
+            "Orders to have a prefix computed, by kind and what became of them here.",
+            ["kind", "result"],
+            registry=registry,
+        )
+        self.remembered_bytes = Gauge(
+            "prefixbus_router_remembered_bytes", "Of popular prefixes' tokens and keys.", registry=registry
+        )
         self.journal_lost = Counter(
             "prefixbus_router_journal_lost", "Decision records that could not be stored.", registry=registry
         )

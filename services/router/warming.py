@@ -15,7 +15,6 @@ import contextlib
 import secrets
 
 from nats.aio.msg import Msg
-from prometheus_client import Counter, Gauge
 
 from ..bus import ids, subjects
 from ..bus.errors import BusUnavailable, PrefixbusError
@@ -35,6 +34,7 @@ from ..bus.messages import (
 )
 from ..bus.runtime import Runtime
 from .fleet import Fleet
+from .metrics import Metrics
 from .prefixes import Prefix, Prefixes
 
 # Below our inbox, where bridges answer.
@@ -50,7 +50,7 @@ _EXPIRE_EVERY_S = 10.0
 class Warming:
     """One router's part in placement."""
 
-    def __init__(self, rt: Runtime, fleet: Fleet) -> None:
+    def __init__(self, rt: Runtime, fleet: Fleet, metrics: Metrics) -> None:
         self._rt = rt
         self._fleet = fleet
         placement = rt.config.placement
@@ -59,15 +59,8 @@ class Warming:
         # Workers that are at an order, ours or another router's, and until when that is believed.
         self._at_work: dict[str, float] = {}
         self._expired_at = 0.0
-        self._orders = Counter(
-            "prefixbus_router_warm_orders",
-            "Orders to have a prefix computed, by kind and what became of them here.",
-            ["kind", "result"],
-            registry=rt.registry,
-        )
-        Gauge(
-            "prefixbus_router_remembered_bytes", "Of popular prefixes' tokens and keys.", registry=rt.registry
-        ).set_function(lambda: self.prefixes.held_bytes)
+        self._orders = metrics.warm_orders
+        metrics.remembered_bytes.set_function(lambda: self.prefixes.held_bytes)
 
     def __repr__(self) -> str:
         return f"<Warming {self.prefixes!r} at work={len(self._at_work)}>"

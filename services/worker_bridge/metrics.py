@@ -9,16 +9,18 @@ Owns: names, labels, buckets.   Must not know: how anything is counted.   Source
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..bus import labels
 from ..bus.blockkeys import warmth
 from ..bus.messages import Outcome
+from ..bus.readings import Readings
 from .evictions import Evictions
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
+PREFIX = "prefixbus_bridge_"
 GAUGES = {
     "running": "Requests that have their first token.",
     "waiting": "Accepted requests that do not.",
@@ -54,23 +56,15 @@ COUNTERS = {
 }
 
 
-class Watched(Collector):
-    """Numbers that others keep, read when someone scrapes: `readings` has one for each of GAUGES and COUNTERS."""
+class _Evicted(Collector):
+    """The histogram that the index keeps."""
 
-    def __init__(self, readings: Mapping[str, Callable[[], float]], evictions: Evictions) -> None:
-        strange = readings.keys() ^ (GAUGES.keys() | COUNTERS.keys())
-        if strange:
-            raise ValueError(f"not read, or not known: {', '.join(sorted(strange))}")
-        self._readings = readings
+    def __init__(self, evictions: Evictions) -> None:
         self._evictions = evictions
 
     def collect(self) -> Iterator[Metric]:
-        for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"prefixbus_bridge_{name}", text, value=self._readings[name]())
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"prefixbus_bridge_{name}", text, value=self._readings[name]())
         yield HistogramMetricFamily(
-            "prefixbus_bridge_evicted_block_age_seconds",
+            f"{PREFIX}evicted_block_age_seconds",
             "How long blocks had been held when the engine evicted them; what a reset took is not in it.",
             buckets=self._evictions.buckets(),
             sum_value=self._evictions.total_s,
@@ -88,10 +82,10 @@ class BridgeMetrics:
         served = "model", "pool", "template"
 
         def counter(name: str, text: str, *names: str) -> Counter:
-            return Counter(f"prefixbus_bridge_{name}", text, names, registry=registry)
+            return Counter(f"{PREFIX}{name}", text, names, registry=registry)
 
         def histogram(name: str, text: str, *names: str) -> Histogram:
-            return Histogram(f"prefixbus_bridge_{name}", text, names, registry=registry, buckets=_SECONDS)
+            return Histogram(f"{PREFIX}{name}", text, names, registry=registry, buckets=_SECONDS)
 
         of_class = *served, "prefix_class"
         self._requests = counter("requests", "Attempts that ended, by how.", *of_class, "status", "error")
@@ -130,9 +124,10 @@ class BridgeMetrics:
         self.warm_orders = counter("warm_orders", "Orders to compute a prefix, by result.", "result")
         self.warm_tokens = counter("warm_tokens", "Tokens of ordered prefixes, by source.", "source")
 
-    def watch(self, readings: Mapping[str, Callable[[], float]], evictions: Evictions) -> None:
+    def watch(self, read: Mapping[str, Callable[[], float]], evictions: Evictions) -> None:
         """What to read at each scrape, by name. :raises ValueError: a name is missing, or none of ours."""
-        self._registry.register(Watched(readings, evictions))
+        self._registry.register(Readings(PREFIX, GAUGES, COUNTERS, read))
+        self._registry.register(_Evicted(evictions))
 
     def refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
