@@ -86,6 +86,12 @@ class WrongSequence(BusUnavailable):
     retryable = False
 
 
+class NoResponders(BusUnavailable):
+    """The server says that nobody listens there: said at once, and nothing was waited for."""
+
+    code = "no_responders"
+
+
 class NotAdmitted(BusUnavailable):
     """The server does not take these credentials."""
 
@@ -342,7 +348,7 @@ class Bus:
     ) -> Msg:
         """The first reply.
 
-        :raises BusUnavailable: nobody listens, no reply in time, or not connected.
+        :raises NoResponders: just that.   :raises BusUnavailable: no reply in time, or not connected.
         :raises BusPermissionDenied: this connection may not publish there."""
         self._next_token += 1
         token = f"{self._next_token:x}"
@@ -357,7 +363,7 @@ class Bus:
             timer.cancel()
             del self._pending[token]
         if message.headers and message.headers.get("Status") == "503":
-            raise BusUnavailable(f"nobody listens on {subject}")
+            raise NoResponders(f"nobody listens on {subject}")
         return message
 
     async def publish_acked(

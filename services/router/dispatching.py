@@ -21,6 +21,7 @@ import msgspec
 from .. import __version__
 from ..bus import frames, namespace, subjects
 from ..bus.cancels import Cancels
+from ..bus.connection import NoResponders
 from ..bus.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -478,7 +479,9 @@ class Request:
             )
             holdings = HOLDINGS.decode(reply.data)
         except PrefixbusError as exc:
-            patience.missed(desk.clock.now())
+            # That nobody listens was said at once: there is no time to be saved by not asking.
+            if not isinstance(exc, NoResponders):
+                patience.missed(desk.clock.now())
             desk.metrics.lookup_failures.inc()
             desk.rt.log.debug("deciding blind: %s", exc)
             return None

@@ -225,11 +225,17 @@ class FakeDirectory:
         self.more: dict[str, Any] = {}
         self.hangs = False
         self.asked = 0
+        self._subscription: Subscription | None = None
 
     async def start(self) -> "FakeDirectory":
-        await self._bus.subscribe(subjects.lookup(0), self._hear, queue="directory")
-        await self._bus.flush()
+        self._subscription = await self._bus.subscribe(subjects.lookup(0), self._hear, queue="directory")
         return self
+
+    async def go(self) -> None:
+        """Nobody listens any more."""
+        assert self._subscription is not None
+        await self._subscription.unsubscribe()
+        await self._bus.flush()
 
     async def _hear(self, message: Msg) -> None:
         LOOKUP.decode(message.data)

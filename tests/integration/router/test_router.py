@@ -190,6 +190,27 @@ async def test_a_directory_that_hangs_costs_only_a_few_requests_their_time(
     assert router.value("prefixbus_router_lookups_skipped_total") == 8
 
 
+async def test_a_directory_that_was_not_there_is_asked_as_soon_as_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That nobody listens is known at once: it costs nothing to ask again, and patience is not lost over it."""
+    monkeypatch.setattr(patience, "PROBE_S", 3600.0)
+    await world.bridge("w1")
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+    await world.directory.go()
+    for _ in range(2 * patience.MISSES):
+        await world.ended(await world.client.send(CLOCK.wall()))
+    assert world.directory.asked == 0
+    assert all(record.blind for record in world.records)
+
+    await world.directory.start()
+    await world.ended(await world.client.send(CLOCK.wall()))
+
+    assert world.directory.asked == 1
+    assert not world.records[-1].blind
+
+
 async def test_a_hit_that_is_gone_is_forgotten_and_the_request_goes_where_it_now_belongs(world: World) -> None:
     """The directory says that w1 holds it, and w1 says that it does not."""
     emptied, other = await world.bridge("w1", queue_ms=5.0), await world.bridge("w2")
