@@ -1,7 +1,7 @@
 # ruff: noqa: TID251 - it asks and prints
-"""`prefixbus status`: the processes, the policy and the workers of a running deployment.
+"""`prefixbus status`: the processes, the directory, the policy and the workers of a running deployment.
 
-Owns: what is asked of whom, and two tables of at most 80 columns.   Must not know: how processes are started."""
+Owns: what is asked of whom, and tables of at most 80 columns.   Must not know: how processes are started."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -29,13 +30,26 @@ class Process(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class Replica(msgspec.Struct, frozen=True):
+    """A directory process, in its own words: how many blocks it knows, how many sequences of the event stream it is
+    behind, and how old its shard's snapshot is (-1: there is none). None: it did not answer."""
+
+    name: str
+    shard: int | None = None
+    entries: int = 0
+    lag_events: int = 0
+    snapshot_age_s: float = -1.0
+
+
 async def show(directory: Path) -> None:
     """:raises Unavailable: nothing runs on this state directory."""
     cluster = deployment.read_cluster(directory)
     console = terminal()
     async with deployment.http_session(directory) as session:
         found = await processes(directory, cluster, session)
+        known = await replicas([each for each in found if each.name.startswith("directory")], session)
     console.print(process_table(found), "")
+    console.print(replica_table(known), "")
     operator = await deployment.connect(directory, "operator", cluster.nats_url)
     try:
         policy = await control.policy_in_force(operator, configured_policy(directory))
@@ -78,6 +92,41 @@ async def processes(directory: Path, cluster: deployment.ClusterFile, session: a
         if pid not in known.values():
             known[f"bridge-{file.instance}" if file.service == "worker_bridge" else file.instance] = pid
     return list(await asyncio.gather(*(look(name, pid) for name, pid in known.items())))
+
+
+async def replicas(found: Sequence[Process], session: aiohttp.ClientSession) -> list[Replica]:
+    """What these directory processes say of themselves."""
+
+    async def look(process: Process) -> Replica:
+        try:
+            async with session.get(f"{process.address}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return Replica(process.name)
+        said = {each.name: each.value for family in text_string_to_metric_families(text) for each in family.samples}
+        shard, entries, lag, age = (
+            said.get(f"prefixbus_directory_{name}")
+            for name in ("shard", "entries", "lag_events", "snapshot_age_seconds")
+        )
+        if shard is None or entries is None or lag is None or age is None:
+            # It serves HTTP before it has anything to say.
+            return Replica(process.name)
+        return Replica(process.name, int(shard), int(entries), int(lag), age)
+
+    return list(await asyncio.gather(*(look(process) for process in found)))
+
+
+def replica_table(found: Sequence[Replica]) -> Table:
+    """One row a replica, by shard."""
+    numbers = ("shard", "entries", "events behind", "snapshot")
+    table = _table("directory", ("replica", *numbers), right=numbers, wraps="replica")
+    for replica in sorted(found, key=lambda each: (each.shard is None, each.shard or 0, each.name)):
+        if replica.shard is None:
+            table.add_row(replica.name, "", "", "", "silent")
+            continue
+        age = f"{replica.snapshot_age_s:.0f} s old" if replica.snapshot_age_s >= 0 else "none"
+        table.add_row(replica.name, str(replica.shard), str(replica.entries), str(replica.lag_events), age)
+    return table
 
 
 def process_table(found: Sequence[Process]) -> Table:

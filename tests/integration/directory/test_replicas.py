@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -139,9 +141,14 @@ async def test_replicas_of_a_shard_hold_the_same_and_together_what_the_workers_h
 
 
 async def test_status_shows_each_shards_replicas(sharded: Cluster) -> None:
-    names = {name for name in sharded.file.processes if name.startswith("directory")}
+    await snapshots_are_there(sharded)
 
-    assert names == {"directory-s0-1", "directory-s0-2", "directory-s1-1", "directory-s1-2"}
+    command = [sys.executable, "-m", "prefixbus", "status", "--state", str(sharded.state)]
+    shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+
+    rows = [line.split() for line in shown.stdout.splitlines() if line.startswith("directory-s")]
+    in_table = [row[:2] for row in rows if row[-1] in ("old", "none")]
+    assert in_table == [[f"directory-s{shard}-{number}", str(shard)] for shard in (0, 1) for number in (1, 2)]
 
 
 async def test_of_two_replicas_one_killed_changes_nothing(sharded: Cluster) -> None:

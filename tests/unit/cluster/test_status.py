@@ -60,6 +60,23 @@ def test_why_a_process_is_not_ready_wraps_and_moves_nothing_else() -> None:
     assert any(line.startswith("router-1") and "http://127.0.0.1:65535" in line for line in shown)
 
 
+def test_replicas_are_shown_by_shard_and_one_that_does_not_answer_last() -> None:
+    found = [
+        status.Replica("directory-s1-1", 1, 30_000_000, 1_000_000, 86_400.0),
+        status.Replica("directory-s0-2"),
+        status.Replica("directory-s0-1", 0, 0, 0, -1.0),
+    ]
+
+    shown = lines(status.replica_table(found))
+
+    assert [line.split() for line in shown[-3:]] == [
+        ["directory-s0-1", "0", "0", "0", "none"],
+        ["directory-s1-1", "1", "30000000", "1000000", "86400", "s", "old"],
+        ["directory-s0-2", "silent"],
+    ]
+    assert max(len(line) for line in shown) <= status.MIN_WIDTH
+
+
 @pytest.mark.parametrize("model", ["smollm2", "Qwen/Qwen2.5-0.5B-Instruct-GGUF"])
 def test_a_worker_fits_whatever_its_model_is_called(model: str) -> None:
     shown = lines(status.worker_table(["w1", "w2"], {"w1": load(model)}))
