@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the code: subjects, headers, errors, messages, configuration.
+"""Writes docs/reference.md from the code: subjects, headers, errors, metrics, configuration, messages.
 
 python docs/generate.py          write it
 python docs/generate.py --check  status 1 if it is not what the code says (a test calls this)"""
@@ -7,13 +7,25 @@ import inspect
 import re
 import sys
 import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
+from prefixbus.auditor.metrics import AuditMetrics, CalloutMetrics
 from prefixbus.bus import config, errors, messages, subjects
+from prefixbus.bus.clock import RealClock
 from prefixbus.bus.errors import PrefixbusError
+from prefixbus.bus.runtime import Runtime
+from prefixbus.directory import metrics as directory
+from prefixbus.router import metrics as router
+from prefixbus.router.fleet import Fleet
+from prefixbus.tokenizer import service as tokenizer
+from prefixbus.worker_bridge import metrics as bridge
+from prefixbus.worker_bridge.evictions import Evictions
 
 TARGET = Path(__file__).with_name("reference.md")
 
@@ -73,6 +85,56 @@ def _config() -> str:
     return "\n".join(parts)
 
 
+def _registries() -> dict[str, CollectorRegistry]:
+    """What each service registers, by the service that owns it."""
+
+    def zeros(*names: dict[str, str]) -> dict[str, Callable[[], float]]:
+        return {name: lambda: 0.0 for texts in names for name in texts}
+
+    owners = "tokenizer", "router", "directory", "worker_bridge", "auditor", "callout"
+    found = {owner: CollectorRegistry() for owner in owners}
+    tokenizer.Metrics(found["tokenizer"])
+    router.Metrics(found["router"], ())
+    found["router"].register(router.WorkerGauges(Fleet(1.0, 1.0), lambda: 0.0))
+    of_directory = directory.DirectoryMetrics(found["directory"])
+    of_directory.watch(zeros(directory.GAUGES, directory.COUNTERS))
+    of_directory.watch_snapshot(zeros(directory.SNAPSHOT_GAUGES))
+    of_bridge = bridge.BridgeMetrics(found["worker_bridge"], 32, model="", pool="", template="")
+    of_bridge.watch(zeros(bridge.GAUGES, bridge.COUNTERS), Evictions())
+    AuditMetrics(found["auditor"], lambda: 0.0)
+    CalloutMetrics(found["callout"])
+    return {"every service": Runtime("", "", Path(), config.Config(), RealClock()).registry, **found}
+
+
+def metrics() -> dict[str, list[tuple[str, str, tuple[str, ...], str]]]:
+    """Of each owner: (name as scraped, kind, labels, meaning)."""
+    return {owner: list(map(_metric, _families(registry))) for owner, registry in _registries().items()}
+
+
+def _families(registry: CollectorRegistry) -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    # The library tells nobody the labels of a metric that has no series yet.
+    for collector in registry._collector_to_names:
+        for family in collector.collect():
+            yield family, tuple(getattr(collector, "_labelnames", getattr(family, "_labelnames", ())))
+
+
+def _metric(described: tuple[Metric, tuple[str, ...]]) -> tuple[str, str, tuple[str, ...], str]:
+    family, labels = described
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return name, family.type, labels, family.documentation
+
+
+def _metrics() -> str:
+    parts = []
+    for owner, rows in metrics().items():
+        table = "".join(
+            f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |\n"
+            for name, kind, labels, meaning in rows
+        )
+        parts.append(f"### {owner}\n\n| metric | kind | labels | meaning |\n|---|---|---|---|\n{table}")
+    return "\n".join(parts)
+
+
 def _import_everything() -> None:
     """Errors are registered when their modules are imported."""
     import importlib
@@ -106,6 +168,13 @@ An answer that failed ends with `Pb-Error` (the code), `Nats-Service-Error-Code`
 (a sentence). Codes never change their meaning.
 
 {_errors()}
+## Metrics
+
+On `/metrics` of each process, each number by the service that owns it; a histogram is scraped as `NAME_bucket`,
+`NAME_sum` and `NAME_count`. No label is of a request, a prefix or a tenant. What to look at and when to be woken:
+[monitoring.md](monitoring.md).
+
+{_metrics()}
 ## Configuration
 
 `config.toml` in the state directory; `PREFIXBUS_SECTION__KEY=value` in the environment overrides a value. What each

@@ -26,3 +26,17 @@ def test_the_performance_page_has_a_figure_for_every_service() -> None:
 
     for service in ("tokenizer", "router", "directory", "bridge", "nats-server", "auditor", "callout"):
         assert re.search(rf"^\| {service} \| \d+\.\d+ \| \d+\.\d+ \|", page, re.MULTILINE), service
+
+
+def test_the_metrics_that_the_monitoring_page_speaks_of_exist() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    kinds = dict(re.findall(r"^\| `(prefixbus_\w+)` \| (\w+) \|", reference, re.MULTILINE))
+    histograms = {
+        f"{name}_{what}" for name, kind in kinds.items() if kind == "histogram" for what in ("bucket", "count")
+    }
+
+    named = set(re.findall(r"prefixbus_\w+", page))
+
+    assert named
+    assert sorted(named - kinds.keys() - histograms) == []
