@@ -27,7 +27,7 @@ from .ledger import Effect, Lease, Ledger, WorkerView
 
 VERSION = 1
 _MAGIC = b"pbsnaps"
-# Keys given to the ledger in one go: about 1.5 ms (bench index_apply).
+# Keys given to the ledger in one go, and what a segment has beyond: 1.8 ms in 99 of 100 (1M keys of 32 workers).
 _PART_KEYS = 2048
 # Checked in one go: about 0.3 ms.
 _CHECKED_BYTES = 1024 * 1024
@@ -105,8 +105,10 @@ def name_of(shard: int, shards: int) -> str:
 
 
 def take(ledger: Ledger, index: Index, header: Header) -> Iterator[bytes]:
-    """The bytes of a snapshot, piece by piece (about 0.3 ms each). Both may change between two pieces; `header` must
-    have been made before the first, with the last event that was applied."""
+    """The bytes of a snapshot, piece by piece (0.5 us a key, about 0.5 ms each).
+
+    Ledger and index may change between two pieces; `header` must have been made before the first, with the last event
+    that was applied."""
     frames = _Frames()
     yield _first_bytes + frames.encode(header)
     told = left_out = 0

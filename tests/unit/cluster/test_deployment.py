@@ -92,3 +92,13 @@ def test_overrides_of_a_model_that_the_first_up_will_configure_do_not_stop_it(
     planned = deployment.Deployment(tmp_path / "new", deployment.Options(workers=1), print)
 
     assert "directory of 2 shards" in planned.plan()
+
+
+@pytest.mark.parametrize(("shards", "said"), [("1", "2 times directory"), ("3", "2 times directory of 3 shards")])
+def test_the_plan_counts_replicas_of_each_shard(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, shards: str, said: str
+) -> None:
+    monkeypatch.setenv("PREFIXBUS_DIRECTORY__SHARDS", shards)
+    running = deployment.Deployment(directory, deployment.Options(scale={"directory": 2}), lambda line: None)
+
+    assert said in running.plan().split(", ")

@@ -320,6 +320,21 @@ def test_what_was_loaded_needs_no_dump() -> None:
     assert not [effect for effect in effects if isinstance(effect, AskDump)]
 
 
+def test_events_that_aged_out_before_a_replica_came_are_missed_and_asked_for() -> None:
+    """What the snapshot says stays in use, but is not called complete."""
+    replica = Replica.loaded(taken(busy_replica()), 0.0)
+
+    replica.ledger.heartbeat("ann", 5, 3, 0.1)
+    replica.ledger.events("ann", 5, 3, [Stored(NS, 40, run(41, 2))], 0.2)
+    effects = replica.ledger.tick(0.5)
+
+    assert effects == [AskDump("ann", 5, "gap")]
+    view = replica.ledger.view("ann")
+    assert view is not None
+    assert not view.complete
+    assert replica.index.depth_of_slot(NS, view.slot or 0, run(1, 42)) == 42
+
+
 def test_a_worker_whose_cache_is_cleared_while_it_is_told_is_left_out() -> None:
     replica = busy_replica()
     pieces = replica.take()

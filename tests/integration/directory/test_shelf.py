@@ -1,0 +1,163 @@
+"""Which replica writes a shard's snapshot, and which snapshots are believed; on a real server."""
+
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.nats import NatsServer
+
+from prefixbus.bus import messages, subjects
+from prefixbus.bus.clock import VirtualClock
+from prefixbus.bus.config import Config
+from prefixbus.bus.connection import Bus
+from prefixbus.bus.messages import KvEvents, Stored
+from prefixbus.bus.objects import Objects
+from prefixbus.bus.runtime import Runtime
+from prefixbus.directory.metrics import DirectoryMetrics
+from prefixbus.directory.shard import Shard
+from prefixbus.directory.shelf import Shelf
+
+NS = bytes(16)
+EVERY_S = Config().directory.snapshot_every_s
+
+
+class Replica:
+    """One replica's state and its shelf, with a clock that the test moves."""
+
+    def __init__(self, server: NatsServer, clock: VirtualClock, name: str) -> None:
+        self._server = server
+        self.core = Shard()
+        self.applied = 0
+        self.rt = Runtime("directory", name, server.state, Config(), clock)
+
+    async def start(self) -> "Replica":
+        self.rt.bus = await self._server.bus("directory", instance=self.rt.instance)
+        self.shelf = Shelf(self.rt, self.core, 0, lambda: self.applied, DirectoryMetrics(self.rt.registry))
+        return self
+
+    async def load(self) -> int | None:
+        return await self.shelf.load(lambda effects: None)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.rt.registry.get_sample_value(f"prefixbus_directory_{name}", labels) or 0.0
+
+
+class World:
+    """A server, a bridge that publishes events, and replicas that hear them when told to."""
+
+    def __init__(self, server: NatsServer, bridge: Bus) -> None:
+        self.server = server
+        self.bridge = bridge
+        self.clock = VirtualClock()
+        self.events: list[KvEvents] = []
+
+    async def replica(self, name: str) -> Replica:
+        return await Replica(self.server, self.clock, name).start()
+
+    async def event(self, *hearers: Replica) -> None:
+        seq = len(self.events) + 1
+        event = KvEvents(messages.VERSION, "w1", 1, seq, [Stored(NS, 0, array("Q", [seq]).tobytes())])
+        self.events.append(event)
+        stream_seq = await self.bridge.publish_acked(subjects.kv(0, "w1"), messages.KV.encode(event))
+        for hearer in hearers:
+            hearer.core.events(event, self.clock.now())
+            hearer.applied = stream_seq
+
+    def passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with NatsServer(tmp_path, ["w1"]) as server:
+        await server.provision()
+        yield World(server, await server.bus("worker_bridge", "w1"))
+
+
+async def test_what_one_replica_writes_another_begins_with(world: World) -> None:
+    writer, starter = await world.replica("d1"), await world.replica("d2")
+    assert await starter.load() is None
+    for _ in range(3):
+        await world.event(writer)
+
+    await writer.shelf.write_if_due()
+
+    assert await starter.load() == writer.applied == 3
+    view = starter.core.ledger.view("w1")
+    assert view is not None
+    assert (view.last_seq, view.complete) == (3, True)
+    assert starter.value("snapshot_bytes") == writer.value("snapshot_bytes") > 0
+    assert starter.value("snapshot_failures_total", of="read") == 0
+
+
+async def test_a_recent_snapshot_of_another_replica_is_enough(world: World) -> None:
+    one, other = await world.replica("d1"), await world.replica("d2")
+    await world.event(one, other)
+    await one.shelf.write_if_due()
+    await world.event(one, other)
+
+    world.passes(EVERY_S / 4)
+    await other.shelf.write_if_due()
+    assert other.value("snapshots_total") == 0
+    assert other.value("snapshot_age_seconds") == EVERY_S / 4
+
+    world.passes(EVERY_S)
+    await other.shelf.write_if_due()
+    assert other.value("snapshots_total") == 1
+
+
+async def test_a_replica_that_is_behind_does_not_replace_what_one_that_is_not_has_written(world: World) -> None:
+    one, behind = await world.replica("d1"), await world.replica("d2")
+    await world.event(one, behind)
+    await world.event(one)
+    await one.shelf.write_if_due()
+
+    world.passes(10 * EVERY_S)
+    await behind.shelf.write_if_due()
+
+    assert behind.value("snapshots_total") == 0
+    assert await (await world.replica("d3")).load() == 2
+
+
+async def test_where_nothing_happens_the_same_is_not_written_again_and_again(world: World) -> None:
+    one = await world.replica("d1")
+    await world.event(one)
+
+    for _ in range(29):
+        await one.shelf.write_if_due()
+        world.passes(EVERY_S)
+    assert one.value("snapshots_total") == 1
+
+    world.passes(2 * EVERY_S)  # but before the bucket forgets it
+    await one.shelf.write_if_due()
+    assert one.value("snapshots_total") == 2
+
+
+async def test_a_snapshot_of_events_that_the_stream_does_not_have_is_not_believed(world: World) -> None:
+    """The stream was made anew: sequences mean other events now."""
+    one, starter = await world.replica("d1"), await world.replica("d2")
+    await world.event(one)
+    one.applied = 7
+    await one.shelf.write_if_due()
+
+    assert await starter.load() is None
+
+    assert starter.core.ledger.view("w1") is None
+    assert starter.value("snapshot_failures_total", of="read") == 1
+
+
+async def test_bytes_that_are_no_snapshot_are_not_believed_and_are_replaced(world: World) -> None:
+    one, starter = await world.replica("d1"), await world.replica("d2")
+    await world.event(one)
+
+    async def nonsense() -> AsyncIterator[bytes]:
+        yield b"nonsense"
+
+    objects = Objects(one.rt.bus, subjects.BUCKET_DIRECTORY)
+    await objects.write("shard-0-of-1", nonsense(), {})
+
+    assert await starter.load() is None
+    assert starter.value("snapshot_failures_total", of="read") == 1
+    await one.shelf.write_if_due()
+    assert await starter.load() == 1
