@@ -175,11 +175,7 @@ class Cluster:
 
     def total(self, service: str, name: str, **labels: str) -> float:
         """The sum over all copies of a service, and over all series of this name that have these labels."""
-        pairs = [f'{label}="{value}"' for label, value in labels.items()]
-        metrics = self.metrics(service)
-        return sum(
-            value for key, value in metrics.items() if key.split("{")[0] == name and all(pair in key for pair in pairs)
-        )
+        return total_of(self.metrics(service), name, **labels)
 
     def metrics_of(self, file: deployment.RunFile) -> dict[str, float]:
         """One process's metrics, by `name` or `name{a="b"}`."""
@@ -294,6 +290,14 @@ class Cluster:
             f"== {path.name}\n{path.read_text('utf-8', 'replace')[-1500:]}" for path in sorted(folder.glob("*.log"))
         ]
         return "\n".join(tails)
+
+
+def total_of(metrics: dict[str, float], name: str, **labels: str) -> float:
+    """The sum over all series of this name that have these labels; `metrics` as in `Cluster.metrics`."""
+    pairs = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        value for key, value in metrics.items() if key.split("{")[0] == name and all(pair in key for pair in pairs)
+    )
 
 
 class Answer:

@@ -151,8 +151,9 @@ async def test_an_address_that_another_engine_has_taken_is_not_used(tmp_path: Pa
         assert await hears_no_work(here)
 
 
-async def test_evictions_are_told(tmp_path: Path) -> None:
+async def test_evictions_are_told_and_counted(tmp_path: Path) -> None:
     async with world(tmp_path, engine={"num_gpu_blocks": "40"}) as here, here.serving() as bridge:
+        foreign_at_first = bridge.index.foreign
         for seed in range(12):
             await here.ask(here.job(prompt(seed, 5 * BLOCK)))
 
@@ -164,6 +165,10 @@ async def test_evictions_are_told(tmp_path: Path) -> None:
             lambda: held.held_keys + held.foreign == stats["keys_cached"], f"what the engine has; {held!r}, {stats}"
         )
         assert held.complete
+        evicted = stats["totals"]["evictions"] - (foreign_at_first - held.foreign)
+        assert here.metric("prefixbus_bridge_evicted_block_age_seconds_count") == evicted
+        assert here.metric("prefixbus_bridge_evicted_block_age_seconds_sum") > 0
+        assert here.metric("prefixbus_bridge_kv_occupancy_ratio") == stats["keys_cached"] / 40
         await here.until_idle(bridge)
 
 
