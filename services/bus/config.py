@@ -151,7 +151,7 @@ class PlacementSection(Section, frozen=True):
     carry it out and give it up for any request. Directories and bridges must agree on `idle_share`."""
 
     # A prefix that so many workers hold is not copied further; below 2 nothing is copied.
-    copies_max: Annotated[int, Meta(ge=0, le=64)] = 3
+    copies_max: Annotated[int, Meta(ge=0, le=64)] = 5
     # The most of a worker's KV that copies may take.
     copies_share: _Share = 0.1
     # The most of a worker's KV that it gets back after it joined, restarted or was reset; 0: none.

@@ -42,8 +42,12 @@ _ORDERED_MAX = 256
 _TAKEN_UP_S = 1.0
 # An answered order's events come through the stream a little later (as EVENTS_FOLLOW_S of shard.py).
 _EVENTS_FOLLOW_S = 1.0
-# A worker that had to give an order up, or has carried one out, is left alone for so long.
+# A worker that has carried an order out is left alone for so long; one that had to give it up for twice as long each
+# time, since it is less idle than it looks.
 _PAUSE_S = 0.5
+_PAUSE_MAX_S = 30.0
+# An order that was given up counts as so many: where it happens often, the whole fleet has other things to do.
+_GIVEN_UP_COSTS = 20.0
 # Silent for this long: the worker is suspect, and gets no orders; for that long: it is forgotten.
 _SUSPECT_S = 0.6
 _FORGET_S = 300.0
@@ -64,7 +68,7 @@ class PlacementRules:
     """How much is ordered. With `copies_max` below 2 no copies are, with `rewarm_share` 0 no re-warming is."""
 
     # A prefix that so many workers hold is not copied further.
-    copies_max: int = 3
+    copies_max: int = 5
     # The most of a worker's KV that copies ordered for it may take.
     copies_share: float = 0.1
     # The most of a worker's KV that may be ordered after it lost its cache, and how long after.
@@ -120,13 +124,25 @@ class _Pending:
 class _Worker:
     """One life of a worker. `due` are prefixes that it may be re-warmed with until `due_until`, hottest first."""
 
-    __slots__ = ("copied", "due", "due_until", "heard_at", "load", "ordered", "pending", "rest_until", "rewarm_tokens")
+    __slots__ = (
+        "copied",
+        "due",
+        "due_until",
+        "heard_at",
+        "load",
+        "ordered",
+        "pause_s",
+        "pending",
+        "rest_until",
+        "rewarm_tokens",
+    )
 
     def __init__(self, load: Load, now: float) -> None:
         self.load = load
         self.heard_at = now
         self.pending: _Pending | None = None
         self.rest_until = now
+        self.pause_s = _PAUSE_S
         self.due: deque[_Id] = deque()
         self.due_until = now
         # What may still be ordered for re-warming.
@@ -222,6 +238,8 @@ class Placement:
         if outcome.status == "ok":
             worker.pending.expires_at = now + _EVENTS_FOLLOW_S
         else:
+            worker.pause_s = min(_PAUSE_MAX_S, 2 * worker.pause_s)
+            self._allowance = max(-5 * _GIVEN_UP_COSTS, self._allowance - _GIVEN_UP_COSTS)
             self._close(worker, now, carried_out=False)
 
     # --- what is to be done ---
@@ -289,7 +307,9 @@ class Placement:
     def _close(self, worker: _Worker, now: float, *, carried_out: bool) -> None:
         pending = worker.pending
         worker.pending = None
-        worker.rest_until = now + _PAUSE_S
+        if carried_out:
+            worker.pause_s = _PAUSE_S
+        worker.rest_until = now + worker.pause_s
         if pending is not None and not carried_out and pending.kind == REWARM:
             worker.rewarm_tokens += pending.tokens
             worker.due.appendleft(pending.id)

@@ -35,7 +35,7 @@ class World:
     def __init__(self, setup: Setup, workload: Workload) -> None:
         self.setup = setup
         self.timeline = Timeline()
-        self.directory = Directory()
+        self.directory = Directory(setup.placement)
         self.wires = Wires(self.timeline, setup, self.directory)
         width = len(str(setup.workers - 1))
         self.workers = [
@@ -63,6 +63,9 @@ class World:
         timeline.run_until(self.setup.hop_s)
         started_at = timeline.now
         timeline.after(TICK_S, self._tick)
+        by_name = {worker.name: worker for worker in self.workers}
+        for at, name in self.setup.resets:
+            timeline.at(started_at + at, by_name[name].reset)
         if self._arrivals:
             timeline.at(started_at + self._arrivals[0].at, self._arrive, started_at, 0)
             last_at = started_at + self._arrivals[-1].at
@@ -137,6 +140,7 @@ class World:
         for router in self.routers:
             router.tick()
         self.wires.ask_dumps(self.directory.tick(self.timeline.now))
+        self.wires.order(self.directory.orders(self.timeline.now))
         self.timeline.after(TICK_S, self._tick)
 
     def _totals(self, worker: Worker) -> WorkerTotals:
@@ -151,6 +155,8 @@ class World:
             refused=worker.refused_count,
             given_back=worker.given_back_count,
             preemptions=totals.preemptions,
+            orders_done=worker.warming.done_count,
+            orders_given_up=worker.warming.given_up_count,
         )
 
     def _leftovers(self) -> list[str]:
@@ -159,6 +165,7 @@ class World:
         if len(self.directory.shard.predictions):
             left.append(f"directory: {self.directory.shard.predictions!r}")
         left += [f"{worker.name}: {worker.admission!r}" for worker in self.workers if worker.admission.busy]
+        left += [f"{worker.name}: an order" for worker in self.workers if worker.warming.request is not None]
         return left
 
 

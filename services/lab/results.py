@@ -34,8 +34,8 @@ class Served(msgspec.Struct, kw_only=True):
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's whole run. `prompt_tokens` are those of requests it served, `computed_tokens` with those of
-    outputs."""
+    """One worker's whole run. `prompt_tokens` are those of requests it served, `computed_tokens` with those of outputs
+    and of orders; `orders_given_up` are those that a request ended."""
 
     worker: str
     requests: int
@@ -45,6 +45,8 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     given_back: int
     preemptions: int
+    orders_done: int = 0
+    orders_given_up: int = 0
 
 
 class Times(msgspec.Struct, frozen=True):

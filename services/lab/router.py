@@ -265,6 +265,11 @@ class _Request:
         router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept)
         believed_s = 2 * decision.ranking[0].ttft_ms / 1000 + ANNOUNCED_S
         self._announce(attempts.worker, now + believed_s, route.keys)
+        router.wires.remember(route.tenant, route.ns_id, route.keys, self._held_blocks)
+
+    @property
+    def _held_blocks(self) -> int:
+        return self._holdings.levels[0].depth if self._holdings.levels else 0
 
     def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
         announced = Dispatched(
@@ -278,6 +283,9 @@ class _Request:
             ns_id=self.route.ns_id,
             keys=keys,
             expires_at=expires_at,
+            prefix_class=self.route.prefix_class,
+            held_blocks=self._held_blocks,
+            shared_blocks=self._shared_blocks,
         )
         self._router.wires.announce(announced, self._router)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ..directory.placement import PlacementRules
 from ..router.cost import PrefillModel
 from ..router.policy import Candidate, Policy, RequestShape
 
@@ -51,4 +52,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     bounded_start: bool = True
     # A dispatch and three re-choices.
     max_attempts: int = 4
+    # What idle workers compute before a request asks for it; None: nothing.
+    placement: PlacementRules | None = None
+    # Of an order's tokens, how many an engine is given at once.
+    warm_step_tokens: int = 1024
+    # (seconds, worker): all of its cache goes then, as at a restart; what it has in hand is computed again.
+    resets: tuple[tuple[float, str], ...] = ()
     seed: int = 0

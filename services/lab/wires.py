@@ -3,9 +3,20 @@
 Owns: delays and losses.   Must not know: what anyone does with a message.   Units: seconds."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from ..bus.messages import Accept, Dispatch, Dispatched, Holdings, KvDump, KvEvents, Load, Lookup, Outcome
+from ..bus.messages import (
+    Accept,
+    Dispatch,
+    Dispatched,
+    Holdings,
+    KvDump,
+    KvEvents,
+    Load,
+    Lookup,
+    Outcome,
+    WarmOrder,
+)
 from .chance import Chance
 from .directory import Directory
 from .setup import Setup
@@ -25,6 +36,14 @@ class WorkerEnd(Protocol):
     def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None: ...
     def hear_cancel(self, tenant: str, request_id: str) -> None: ...
     def hear_dump_request(self) -> None: ...
+    def hear_order(self, order: WarmOrder, prefix: "Prefix") -> None: ...
+
+
+class Prefix(NamedTuple):
+    """What an order needs besides: the chain up to there, and whose it is."""
+
+    tenant: str
+    keys: bytes
 
 
 class Wires:
@@ -35,6 +54,8 @@ class Wires:
         self.workers: dict[str, WorkerEnd] = {}
         self.directory = directory
         self.lost_events = 0
+        # What routers remember of prefixes, all together.
+        self._prefixes: dict[tuple[bytes, int], Prefix] = {}
         self._timeline = timeline
         self._setup = setup
         self._chance = Chance(setup.seed, "events")
@@ -57,6 +78,24 @@ class Wires:
             self._timeline.after(setup.announce_delay_s, self._announce, announced, sender)
         if setup.predict_delay_s is not None:
             self._timeline.after(setup.predict_delay_s, self._predict, announced)
+
+    def remember(self, tenant: str, ns_id: bytes, keys: bytes, blocks: int) -> None:
+        """A router has dispatched a request of which so many blocks are held somewhere."""
+        if blocks and self._setup.placement is not None:
+            prefix = keys[: 8 * blocks]
+            self._prefixes[ns_id, int.from_bytes(prefix[-8:], "little")] = Prefix(tenant, prefix)
+
+    def order(self, orders: list[WarmOrder]) -> None:
+        """From the directory by way of a router."""
+        for order in orders:
+            prefix = self._prefixes[order.ns_id, order.key]
+            self._timeline.after(2 * self._setup.hop_s, self.workers[order.worker].hear_order, order, prefix)
+
+    def order_taken(self, announced: Dispatched) -> None:
+        self._timeline.after(2 * self._setup.hop_s, self._predict, announced)
+
+    def order_ended(self, outcome: Outcome) -> None:
+        self._timeline.after(self._setup.hop_s, self._order_ended, outcome)
 
     def load(self, load: Load) -> None:
         self._timeline.after(self._setup.hop_s, self._load, load)
@@ -95,6 +134,9 @@ class Wires:
         for router in self.routers:
             router.hear_load(load)
         self.ask_dumps(self.directory.hear_load(load, self._timeline.now))
+
+    def _order_ended(self, outcome: Outcome) -> None:
+        self.ask_dumps(self.directory.hear_outcome(outcome, self._timeline.now))
 
     def _outcome(self, outcome: Outcome) -> None:
         for router in self.routers:

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from ..bus.blockkeys import common_blocks, reusable_blocks
 from ..bus.messages import (
     VERSION,
+    WARM,
     Accept,
     Cleared,
     Dispatch,
+    Dispatched,
     KvDump,
     KvEvents,
     Load,
     Outcome,
     Removed,
     Stored,
+    WarmOrder,
 )
+from ..directory.placement import PlacementRules
 from ..engine_sim.core import DoesNotFit, EngineCore, StepResult
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
@@ -30,7 +34,7 @@ from ..engine_sim.sequence import EngineNamespace, VirtualSequence
 from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Ticket
 from .setup import Setup
 from .timeline import Timeline
-from .wires import Wires
+from .wires import Prefix, Wires
 from .workload import Arrival, ns_of
 
 INCARNATION = 1
@@ -102,6 +106,7 @@ class Worker:
         self._accepted: list[str] = []
         self._reported_at = -setup.report_gap_s
         self._report_is_due = False
+        self.warming = Warming(self, setup)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.core!r}>"
@@ -139,6 +144,7 @@ class Worker:
         if ticket is None:
             self.refused_count += 1
             return
+        self.warming.give_up()
         self.accepted_count += 1
         self._accepted.append(dispatch.request_id)
         nonce = int.from_bytes(dispatch.request_id.encode()[-8:], "little")
@@ -224,6 +230,47 @@ class Worker:
                 return
             self._interrupt()
             self._submit(running)
+
+    def hear_order(self, order: WarmOrder, prefix: Prefix) -> None:
+        self.warming.offer(order, prefix)
+
+    def reset(self) -> None:
+        """All of the cache goes; what runs is computed again."""
+        self.warming.give_up()
+        self._interrupt()
+        if not self.core.reset_prefix_cache(reset_running_requests=True):
+            raise AssertionError(f"{self!r} holds blocks")
+        self._ns_ids.clear()
+        self._event_seq += 1
+        self._wires.events(KvEvents(VERSION, self.name, INCARNATION, self._event_seq, [Cleared()]))
+        self.go_on()
+
+    # --- orders: what the engine does for nobody ---
+
+    @property
+    def now(self) -> float:
+        return self._timeline.now
+
+    @property
+    def wires(self) -> Wires:
+        return self._wires
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    def start(self, request: Request) -> None:
+        """The engine is between two steps, or in one that this one comes too late for; `go_on` afterwards."""
+        self._interrupt()
+        self.core.add_request(request)
+
+    def go_on(self) -> None:
+        if not self._in_step and self._run_since is None:
+            self._go()
+
+    def abort(self, request: Request) -> None:
+        self._interrupt()
+        self.core.abort(request, self.now * 1000)
 
     def hear_dump_request(self) -> None:
         runs: dict[bytes, list[int]] = {}
@@ -328,6 +375,8 @@ class Worker:
             running = self._running.get(request.request_id)
             if running is not None:
                 self._end(running, "ok", "")
+            elif request is self.warming.request:
+                self.warming.step_ended()
         if result.first_tokens:
             self._load_changed()
             self._give_turns()
@@ -394,6 +443,114 @@ class Worker:
         )
         self._on_end(outcome, request)
         self._wires.outcome(outcome)
+
+
+class Warming:
+    """What worker_bridge/warming.py does live: one order at a time, in steps, given up for any request."""
+
+    def __init__(self, worker: Worker, setup: Setup) -> None:
+        rules = setup.placement or PlacementRules()
+        self.request: Request | None = None
+        self.done_count = 0
+        self.given_up_count = 0
+        self._worker = worker
+        self._running_max = int(rules.idle_share * setup.slots)
+        self._step_blocks = max(1, setup.warm_step_tokens // worker.block_size)
+        self._tenant = ""
+        self._keys: list[int] = []
+        self._ns_id = b""
+        self._upto = 0
+        self._number = 0
+
+    def offer(self, order: WarmOrder, prefix: Prefix) -> None:
+        worker = self._worker
+        keys = memoryview(prefix.keys).cast("Q").tolist()
+        held_blocks = len(worker.core.pool.lookup(keys, len(keys)))
+        admission = worker.admission
+        if self.request is not None or held_blocks >= len(keys):
+            return
+        if admission.waiting or admission.running > self._running_max:
+            return
+        self._number += 1
+        self._tenant, self._keys, self._ns_id = prefix.tenant, keys, order.ns_id
+        self._upto = held_blocks
+        announced = Dispatched(
+            v=VERSION,
+            request_id=self._name,
+            attempt=1,
+            router="",
+            worker=worker.name,
+            incarnation=INCARNATION,
+            prefill_ms=0.0,
+            ns_id=order.ns_id,
+            keys=prefix.keys,
+            expires_at=worker.now + 60.0,
+            is_warming=True,
+        )
+        worker.wires.order_taken(announced)
+        self._next()
+        worker.go_on()
+
+    def step_ended(self) -> None:
+        self.request = None
+        if self._upto < len(self._keys):
+            self._next()
+        else:
+            self.done_count += 1
+            self._end("ok")
+
+    def give_up(self) -> None:
+        if self.request is not None:
+            self._worker.abort(self.request)
+            self.request = None
+            self.given_up_count += 1
+            self._end("cancelled")
+
+    @property
+    def _name(self) -> str:
+        return f"warm-{self._worker.name}-{self._number}"
+
+    def _next(self) -> None:
+        worker = self._worker
+        self._upto = min(self._upto + self._step_blocks, len(self._keys))
+        self.request = Request(
+            f"{self._name}-{self._upto}",
+            VirtualSequence(self._upto * worker.block_size, self._keys[: self._upto], self._number),
+            1,
+            ignore_eos=True,
+            namespace=EngineNamespace(salt=self._tenant),
+            now_ms=worker.now * 1000,
+        )
+        worker.start(self.request)
+
+    def _end(self, status: str) -> None:
+        worker = self._worker
+        tokens = len(self._keys) * worker.block_size
+        outcome = Outcome(
+            v=VERSION,
+            request_id=self._name,
+            client_request_id="",
+            attempt=1,
+            worker=worker.name,
+            incarnation=INCARNATION,
+            tenant=self._tenant,
+            model=MODEL,
+            ns_id=self._ns_id.hex(),
+            status=status,
+            error="" if status == "ok" else status,
+            prefix_class="",
+            decision=WARM,
+            prompt_tokens=tokens,
+            predicted_tokens=0,
+            cached_tokens=None,
+            prefill_tokens=None,
+            output_tokens=0,
+            queue_wait_ms=None,
+            ttft_ms=None,
+            total_ms=0.0,
+            ended_at=worker.now,
+        )
+        worker.wires.order_ended(outcome)
 
 
 def _packed(keys: list[int]) -> bytes:

@@ -1,5 +1,6 @@
 """What is ordered for whom: popular prefixes, for idle workers, within bounds, and nothing that is there already."""
 
+import itertools
 from array import array
 from collections import Counter
 
@@ -353,6 +354,24 @@ def test_an_order_that_was_given_up_for_a_request_is_given_again_a_few_times() -
             world.placement.outcome(outcome(order, "cancelled"), world.now)
 
     assert rounds == [0, 1, 2]
+
+
+def test_where_orders_are_given_up_there_are_fewer_and_fewer() -> None:
+    world = World(PlacementRules(copies_max=0, rounds=100))
+    for number in range(20):
+        world.ask(number, "w0", 30)
+    world.restart("w0")
+
+    given_at = []
+    for _ in range(600):
+        for order in world.orders():
+            given_at.append(world.now)
+            world.take_up(order)
+            world.placement.outcome(outcome(order, "cancelled"), world.now)
+
+    pauses = [later - earlier for earlier, later in itertools.pairwise(given_at)]
+    assert len(given_at) <= 8
+    assert all(later >= 1.9 * earlier for earlier, later in itertools.pairwise(pauses))
 
 
 def test_another_replicas_order_counts_as_ones_own() -> None:
