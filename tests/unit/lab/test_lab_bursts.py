@@ -1,0 +1,33 @@
+"""Requests for one new document that come together: the first computes it, the others find it announced."""
+
+import pytest
+
+from prefixbus.lab import synthetic
+from prefixbus.lab.harness import run
+from prefixbus.lab.setup import Setup
+
+SIBLINGS = 32
+
+
+@pytest.mark.parametrize("routers", [1, 2, 4, 8])
+@pytest.mark.parametrize("spread_s", [0.0, 0.05], ids=["at once", "within 50 ms"])
+def test_32_identical_cold_prompts_cost_at_most_two_prefills_on_4_workers(routers: int, spread_s: float) -> None:
+    """Of a prompt that takes longer to compute than a message takes to arrive: 8000 tokens, 180 ms."""
+    load = synthetic.burst(count=SIBLINGS, prompt_tokens=8000, spread_s=spread_s)
+
+    result = run(Setup(workers=4, routers=routers), load)
+
+    assert sum(one.cached_tokens == 0 for one in result.served) <= 2
+    # The others compute what is beyond their last full block, and nobody a part of the rest.
+    computed = sum(one.prefill_tokens or 0 for one in result.served)
+    assert computed <= 2 * 8000 + SIBLINGS * load.block_size
+    assert result.leftovers == []
+
+
+def test_without_announcements_every_worker_computes_it() -> None:
+    """What the test above would find if dispatches were not announced to the directory."""
+    load = synthetic.burst(count=SIBLINGS, spread_s=0.05)
+
+    result = run(Setup(workers=4, routers=4, predict_delay_s=None, announce_delay_s=None), load)
+
+    assert sum(one.cached_tokens == 0 for one in result.served) > 2
