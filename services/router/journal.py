@@ -12,7 +12,7 @@ import msgspec
 
 from ..bus.messages import VERSION, CandidateRecord, DecisionRecord, Route, ShadowRecord
 from .cost import PrefillModel
-from .policy import Candidate, Decision, Policy, Pull, RequestShape, Terms
+from .policy import Candidate, Decision, Policy, Pull, RequestShape, Terms, shared_tokens
 from .shortlist import Shortlist
 
 _DIGEST_BYTES = 8
@@ -131,6 +131,7 @@ def inputs(record: DecisionRecord) -> tuple[RequestShape, list[Candidate], Polic
         record.ordinal,
         record.has_waited,
         record.fleet_rho,
+        shared_tokens(record.shared_blocks, record.block_size),
     )
     models = {name: _model(figures) for name, figures in record.prefill_models.items()}
     # Records of routers that did not learn yet have but the one.

@@ -23,6 +23,7 @@ and, where a worker that holds more was passed over, by why:
     spill-memory         it would be chosen but for its wait for KV memory"""
 
 import bisect
+import functools
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -34,6 +35,9 @@ from ..bus.errors import ConfigInvalid
 from . import cost
 from .cost import PrefillModel
 
+# Of a prefix that most traffic shares this much is every worker's business. A longer one is worth its affinity: 8192
+# tokens are 140 ms of prefill.
+MAX_SHARED_TOKENS = 8192
 # As good as no limit (11 days), and a number in JSON.
 NO_LIMIT_MS = 1e9
 
@@ -54,7 +58,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     version: str = "default"
     # Per ms of prefill: what creating KV costs those whose KV it evicts.
     new_kv_price: Annotated[float, Meta(ge=0, le=10)] = 0.3
-    # Keeps a prefix that many sessions share from gathering them all; over 100 it costs reuse.
+    # Keeps a prefix that many sessions share from gathering them all; over 100 it costs reuse. Given only where
+    # something is shared: traffic that never repeats has no use for a home, and would pay 2-3 % of its TTFT for it.
     home_bonus_ms: _Ms = 30.0
     # At most this much later than the best cold candidate may a warm choice be; null: the prices alone decide. A cap
     # near 0 would void `new_kv_price` and the externality, which are there to accept a later start.
@@ -86,7 +91,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class RequestShape(msgspec.Struct, frozen=True):
     """What a decision needs to know of a request. `home` is the rendezvous home of a fresh prefix, empty if somebody
     holds it; `ordinal` counts the requests of this router. `has_waited`: a worker gave it back since it had waited
-    there for as long as a hit is worth. `fleet_rho` is the workers' mean, told where there is something to pull."""
+    there for as long as a hit is worth. `fleet_rho` is the workers' mean, told where there is something to pull.
+    `shared_tokens` of the prompt are common to most traffic."""
 
     prompt_tokens: int
     output_tokens: int
@@ -96,6 +102,7 @@ class RequestShape(msgspec.Struct, frozen=True):
     ordinal: int = 0
     has_waited: bool = False
     fleet_rho: float = 0.0
+    shared_tokens: int = 0
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -195,7 +202,7 @@ class Scheme(NamedTuple):
 def decide(request: RequestShape, candidates: list[Candidate], policy: Policy, now: float) -> Decision:
     """The choice among at least one candidate. Deterministic: equal arguments, equal decision.
 
-    Ties go to the least queued work, then to the name."""
+    Ties go to the least queued work, then to the home, then to the name."""
     return SCHEMES[policy.name].decide(request, candidates, policy, now)
 
 
@@ -241,7 +248,7 @@ def _price(request: RequestShape, candidate: Candidate, policy: Policy, pull: Pu
     new_kv_ms = policy.new_kv_price * speed * cost.kv_price_ms(model, created, prompt)
     work_ms = speed * cost.work_ms(model, uncached, prompt)
     externality_ms = cost.externality(candidate.rho, policy.externality_cap) * work_ms
-    home_bonus_ms = policy.home_bonus_ms if candidate.worker == request.home else 0.0
+    home_bonus_ms = _home_bonus_ms(request, candidate, policy)
     ttft_ms = max(candidate.queue_ms, transfer_ms) + prefill_ms + interference_ms + memory_wait_ms
     cost_ms = ttft_ms + new_kv_ms + externality_ms - home_bonus_ms
     return Terms(
@@ -259,6 +266,23 @@ def _price(request: RequestShape, candidate: Candidate, policy: Policy, pull: Pu
         speed * cost.prefill_ms(model, prompt, prompt) - prefill_ms,
         pull is not None,
     )
+
+
+def _home_bonus_ms(request: RequestShape, candidate: Candidate, policy: Policy) -> float:
+    """The bonus, and the price of what the home lacks of that which most traffic shares.
+
+    The first request there pays for all that come after it; were the price its own, a system prompt of 2000 tokens
+    would keep all sessions on the worker that computed it first."""
+    if candidate.worker != request.home or not request.shared_tokens:
+        return 0.0
+    lacking = max(0, request.shared_tokens - candidate.cached_tokens)
+    shared_ms = candidate.speed * cost.kv_price_ms(candidate.model, lacking, request.shared_tokens)
+    return policy.home_bonus_ms + (1.0 + policy.new_kv_price) * shared_ms
+
+
+def shared_tokens(shared_blocks: int, block_size: int) -> int:
+    """What of a shared prefix counts as such."""
+    return min(MAX_SHARED_TOKENS, shared_blocks * block_size)
 
 
 def warm_wait_ms(policy: Policy, output_tokens: int) -> float:
@@ -279,7 +303,7 @@ def is_warm(request: RequestShape, candidate: Candidate, floor_tokens: int) -> b
 
 def _prefix_aware(request: RequestShape, candidates: list[Candidate], policy: Policy, now: float) -> Decision:
     ranked = [price(request, candidate, policy) for candidate in candidates]
-    ranked.sort(key=_by_cost)
+    ranked.sort(key=functools.partial(_by_cost, request.home))
     floor_tokens = min(terms.candidate.cached_tokens for terms in ranked)
     chosen, barred_because = _first_permitted(request, ranked, policy, floor_tokens)
     name = _name(request, chosen, ranked, barred_because, policy)
@@ -411,8 +435,9 @@ def _min_held_blocks(request: RequestShape, ranked: list[Terms], policy: Policy)
     return bisect.bisect_left(range(candidate.cached_tokens // request.block_size), True, key=is_enough)
 
 
-def _by_cost(terms: Terms) -> tuple[float, float, str]:
-    return terms.cost_ms, terms.candidate.queue_ms, terms.candidate.worker
+def _by_cost(home: str, terms: Terms) -> tuple[float, float, bool, str]:
+    worker = terms.candidate.worker
+    return terms.cost_ms, terms.candidate.queue_ms, worker != home, worker
 
 
 def _by_cached(terms: Terms) -> int:

@@ -19,7 +19,7 @@ from ..bus.home import home
 from ..bus.messages import Holdings, Route
 from .fleet import Available
 from .learning import Learner
-from .policy import Candidate, Policy, Pull, RequestShape
+from .policy import Candidate, Policy, Pull, RequestShape, shared_tokens
 from .transfer import Links
 
 # The deepest depths that are looked at; in the worst case every worker is at its own.
@@ -118,6 +118,7 @@ def shortlist(
         blind=holdings is None,
         ordinal=ordinal,
         has_waited=has_waited,
+        shared_tokens=shared_tokens(shared_blocks, block_size),
         fleet_rho=_mean_rho(available, now) if sources else 0.0,
     )
     if holdings is None:

@@ -29,6 +29,7 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
     prompt_tokens = rng.randrange(1, 40_000)
     classes = {"": rng.choice([*cost.PROFILES.values(), _model(rng)]), "slow": _model(rng)}
     candidates = [_candidate(rng, f"w{one}", prompt_tokens, block_size, classes) for one in range(rng.randrange(1, 13))]
+    shared_blocks = rng.randrange(8)
     shape = RequestShape(
         prompt_tokens=prompt_tokens,
         output_tokens=rng.randrange(1, 4096),
@@ -38,13 +39,14 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
         ordinal=number,
         has_waited=rng.random() < 0.1,
         fleet_rho=rng.random(),
+        shared_tokens=policy.shared_tokens(shared_blocks, block_size),
     )
     chosen = _policy(rng)
     decision = policy.decide(shape, candidates, chosen, 1.7e9 + rng.random() * 1e6)
     made = journal.build(
         _route(number, shape),
         decision,
-        Shortlist(shape, candidates, rng.randrange(8), rng.randrange(64)),
+        Shortlist(shape, candidates, shared_blocks, rng.randrange(64)),
         chosen,
         attempt=1,
         router="router-1",

@@ -64,6 +64,31 @@ def test_matched_tokens_count_absolutely_and_not_as_a_share(prompt: int) -> None
     assert cold.ttft_ms - warm.ttft_ms == pytest.approx(2_000 * 0.0172)
 
 
+def test_what_most_traffic_shares_is_no_reason_to_stay_where_it_was_computed_first() -> None:
+    """2000 tokens are a system prompt of 34 ms: more than the bonus of a home, and less than all sessions on one
+    worker cost."""
+    first, home = candidate("first", cached=2_000), candidate("home")
+
+    shared = choose(shape(2_300, home="home", shared_tokens=2_000), first, home)
+    not_shared = choose(shape(2_300), first, home)
+
+    assert (shared.worker, shared.name) == ("home", "home-worker")
+    assert not_shared.worker == "first"
+
+
+def test_a_home_does_not_call_if_it_is_busier_by_more_than_the_bonus() -> None:
+    home = candidate("home", queue_ms=31.0)
+
+    decision = choose(shape(2_300, home="home", shared_tokens=2_000), candidate("first", cached=2_000), home)
+
+    assert decision.worker == "first"
+
+
+def test_of_a_very_long_shared_prefix_only_a_part_is_everybodys_business() -> None:
+    assert policy.shared_tokens(shared_blocks=100, block_size=16) == 1_600
+    assert policy.shared_tokens(shared_blocks=256, block_size=512) == policy.MAX_SHARED_TOKENS
+
+
 @pytest.mark.parametrize(
     ("queue_ms", "chosen"),
     [pytest.param(150.0, "holder", id="short queue"), pytest.param(900.0, "idle", id="long queue")],
@@ -295,6 +320,9 @@ NAMED: list[Any] = [
     pytest.param(shape(1_000), [candidate("w", 512), IDLE], Policy(), "w", "partial-hit", id="some blocks"),
     pytest.param(shape(1_000), [IDLE], Policy(), "idle", "balanced-cold", id="nobody holds it"),
     pytest.param(shape(1_000, home="w"), [candidate("w"), IDLE], Policy(), "w", "home-worker", id="fresh"),
+    pytest.param(
+        shape(1_000, home="w"), [candidate("w", queue_ms=1.0), IDLE], Policy(), "idle", "balanced-cold", id="no home"
+    ),
     pytest.param(shape(1_000, blind=True), [IDLE], Policy(), "idle", "blind", id="no directory"),
     pytest.param(
         shape(60_000),
