@@ -31,8 +31,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     model: PrefillModel | None = None
     # Whether routers learn from outcomes what prefills really take.
     learns: bool = True
-    # Requests that a bridge lets in at once. Far more than live: what is to be seen is queues, not refusals.
-    slots: int = 1024
+    # Requests that a bridge lets in at once, as the config's default.
+    slots: int = 256
     # Of these the share that warm requests leave to others, and the uncached tokens an engine is given at once.
     cold_reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     prefill_window_tokens: int = 16384

@@ -197,6 +197,7 @@ class Admission:
         self._active: dict[str, Ticket] = {}
         # Those whose turn has come and that have no first token, in that order.
         self._begun: dict[str, Ticket] = {}
+        self._begun_us = 0
         self._line = Waiting(window_tokens)
         self._queued_us = 0
         self._streaming = 0
@@ -237,10 +238,14 @@ class Admission:
         return list(self._active.values())
 
     def queue_ms(self, now: float) -> float:
-        """Prefill work ahead of a newcomer: all estimates, the first one's less the time it has had (never below 0)."""
+        """Prefill work ahead of a newcomer: all estimates, less the time that those with the engine have had.
+
+        An engine computes several of them in one step, so they count together: while the first one's step goes on, the
+        second one's work is being done as well. Counted one by one, the queue stood still for the rest of each step,
+        and routers that thought it shorter were refused for nothing."""
         for head in self._begun.values():
             began = head.head_at if head.head_at is not None else now
-            had_us = min(head.prefill_us, max(0, int((now - began) * 1e6)))
+            had_us = min(self._begun_us, max(0, int((now - began) * 1e6)))
             return (self._queued_us - had_us) / 1000
         return self._queued_us / 1000
 
@@ -391,10 +396,12 @@ class Admission:
         if not self._begun:
             ticket.head_at = now
         self._begun[ticket.request_id] = ticket
+        self._begun_us += ticket.prefill_us
 
     def _leave_queue(self, ticket: Ticket, now: float) -> None:
         self._line.left(ticket.request_id)
-        self._begun.pop(ticket.request_id, None)
+        if self._begun.pop(ticket.request_id, None) is not None:
+            self._begun_us -= ticket.prefill_us
         self._queued_us -= ticket.prefill_us
         for head in self._begun.values():
             if head.head_at is None:

@@ -15,7 +15,8 @@ LOADS = {
     "traffic that never repeats": synthetic.never_repeating(rate=10, count=300),
     "documents at leisure": synthetic.zipf_prefixes(rate=15, count=800),
     "sessions under one system prompt": synthetic.sessions(sessions=100, turns=4, seconds=80),
-    "one hot document and cold prompts": synthetic.hot_and_cold(hot_rate=20, cold_rate=2, seconds=40),
+    # Longer than what routers spread by themselves (policy.MAX_SHARED_TOKENS).
+    "one hot document and cold prompts": synthetic.hot_and_cold(hot_rate=10, cold_rate=2, seconds=40, hot_tokens=16000),
 }
 
 

@@ -142,7 +142,8 @@ def test_a_warm_request_waits_for_its_turn_as_long_as_its_hit_is_worth() -> None
     assert bounded.patience_s(clock.now()) == math.inf
 
 
-def test_only_the_first_prefill_shrinks_as_time_passes() -> None:
+def test_what_the_engine_has_shrinks_together_as_time_passes() -> None:
+    """It computes several prefills in one step."""
     made = table()
     first = let_in(made, offer("r1", prefill_ms=100.0))
     let_in(made, offer("r2", prefill_ms=60.0))
@@ -150,7 +151,8 @@ def test_only_the_first_prefill_shrinks_as_time_passes() -> None:
 
     assert made.queue_ms(0.0) == 160.0
     assert made.queue_ms(0.04) == 120.0
-    assert made.queue_ms(9.0) == 60.0
+    assert made.queue_ms(0.12) == 40.0
+    assert made.queue_ms(9.0) == 0.0
 
     made.first_token(first, 9.0)
     assert made.queue_ms(9.0) == 60.0
