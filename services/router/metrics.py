@@ -54,11 +54,13 @@ class Metrics:
         self._pools = labels.Few()
         self._templates = labels.Few()
         of_class = "model", "pool", "template", "prefix_class"
-        self.requests = Counter(
-            "prefixbus_router_requests",
-            "Requests that ended, by the last decision (none: before any) and error code (ok: none).",
-            [*of_class, "decision", "code"],
-            registry=registry,
+        self._requests = labels.series(
+            Counter(
+                "prefixbus_router_requests",
+                "Requests that ended, by the last decision (none: before any) and error code (ok: none).",
+                [*of_class, "decision", "code"],
+                registry=registry,
+            )
         )
         self.left_warm_worker = Counter(
             "prefixbus_router_left_warm_worker",
@@ -68,17 +70,21 @@ class Metrics:
             [*of_class, "reason"],
             registry=registry,
         )
-        self.prefill_saved_ms = Counter(
-            "prefixbus_router_prefill_saved_ms",
-            "Prefill that cached tokens made needless, by the prices of the decision.",
-            of_class,
-            registry=registry,
+        self._prefill_saved_ms = labels.series(
+            Counter(
+                "prefixbus_router_prefill_saved_ms",
+                "Prefill that cached tokens made needless, by the prices of the decision.",
+                of_class,
+                registry=registry,
+            )
         )
-        self.extra_queue_ms = Counter(
-            "prefixbus_router_extra_queue_ms",
-            "Queue accepted beyond the shortest of all candidates, of the same requests: saved less extra is the net.",
-            of_class,
-            registry=registry,
+        self._extra_queue_ms = labels.series(
+            Counter(
+                "prefixbus_router_extra_queue_ms",
+                "Queue accepted beyond the shortest of all candidates, of the same requests: saved less this is net.",
+                of_class,
+                registry=registry,
+            )
         )
         self.lookup_ms = Histogram(
             "prefixbus_router_lookup_ms", "Time to the directory's answer.", buckets=_SHORT_MS, registry=registry
@@ -181,11 +187,11 @@ class Metrics:
         """A request ended; `code` is empty if it ended well, `left` unless it left a warm worker."""
         kind = by_code(code) if code else None
         label = "ok" if kind is None else kind.code if code == kind.code else PrefixbusError.code
-        self.requests.labels(*of_class, labels.decision(decision), label).inc()
+        self._requests(*of_class, labels.decision(decision), label).inc()
         if left:
             self.left_warm_worker.labels(*of_class, left).inc()
 
     def gained(self, of_class: OfClass, saved_ms: float, extra_ms: float) -> None:
         """An answer came whose engine said what it reused."""
-        self.prefill_saved_ms.labels(*of_class).inc(saved_ms)
-        self.extra_queue_ms.labels(*of_class).inc(extra_ms)
+        self._prefill_saved_ms(*of_class).inc(saved_ms)
+        self._extra_queue_ms(*of_class).inc(extra_ms)

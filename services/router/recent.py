@@ -76,15 +76,19 @@ class Recent:
         alike = self._alike.get(ns_id + keys[:8])
         if not alike:
             return holdings
-        depths: dict[str, int] = {}
+        held = {worker: level.depth for level in holdings.levels if level.tier == "gpu" for worker in level.workers}
+        gained: dict[str, int] = {}
         since = max(asked_at - ON_THE_WAY_S, now - REMEMBER_S)
         for looked_at, request_id in enumerate(reversed(alike)):
             sent = self._sent[request_id]
             if sent.at < since or looked_at >= MAX_ALIKE:
                 break
-            depth = common_blocks(keys, sent.keys)
-            depths[sent.worker] = max(depth, depths.get(sent.worker, 0))
-        return _merged(holdings, depths) if depths else holdings
+            depth = gained.get(sent.worker) or held.get(sent.worker, 0)
+            # Who has the next key has all before it, too: most add nothing to what is held.
+            following = keys[8 * depth : 8 * depth + 8]
+            if following and following == sent.keys[8 * depth : 8 * depth + 8]:
+                gained[sent.worker] = common_blocks(keys, sent.keys)
+        return _merged(holdings, held, gained) if gained else holdings
 
     def _forget(self, request_id: str) -> None:
         sent = self._sent.pop(request_id)
@@ -94,22 +98,18 @@ class Recent:
             del self._alike[sent.beginning]
 
 
-def _merged(holdings: Holdings, depths: dict[str, int]) -> Holdings:
-    """Each worker at the greater of both depths, deepest first; what it gains is not there yet."""
-    held = {worker: level.depth for level in holdings.levels if level.tier == "gpu" for worker in level.workers}
-    gained = {worker: depth - held.get(worker, 0) for worker, depth in depths.items() if depth > held.get(worker, 0)}
-    if not gained:
-        return holdings
+def _merged(holdings: Holdings, held: dict[str, int], gained: dict[str, int]) -> Holdings:
+    """Each worker of `gained` at that depth, which is deeper than what it holds; what it gains is not there yet."""
     levels = [
         Level(level.depth, workers, level.tier)
         for level in holdings.levels
         if (workers := [one for one in level.workers if level.tier != "gpu" or one not in gained])
     ]
-    levels += [Level(depths[worker], [worker]) for worker in gained]
+    levels += [Level(depth, [worker]) for worker, depth in gained.items()]
     levels.sort(key=_depth, reverse=True)
     announced = dict(holdings.announced)
-    for worker, blocks in gained.items():
-        announced[worker] = announced.get(worker, 0) + blocks
+    for worker, depth in gained.items():
+        announced[worker] = announced.get(worker, 0) + depth - held.get(worker, 0)
     return msgspec.structs.replace(holdings, levels=levels, announced=announced)
 
 

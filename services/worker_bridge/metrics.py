@@ -88,24 +88,34 @@ class BridgeMetrics:
             return Histogram(f"{PREFIX}{name}", text, names, registry=registry, buckets=_SECONDS)
 
         of_class = *served, "prefix_class"
-        self._requests = counter("requests", "Attempts that ended, by how.", *of_class, "status", "error")
-        self._input = counter(
-            "input_tokens",
-            "Prompt tokens of answered requests: cached (prefill avoided) or uncached (computed).",
-            *of_class,
-            "source",
+        self._requests = labels.series(
+            counter("requests", "Attempts that ended, by how.", *of_class, "status", "error")
         )
-        self._predictions = counter(
-            "predicted_tokens",
-            "Predicted against actual cached tokens of answered requests: met (predicted and there), missed (predicted "
-            "and not there), unforeseen (there and not predicted).",
-            *of_class,
-            "verdict",
+        self._input = labels.series(
+            counter(
+                "input_tokens",
+                "Prompt tokens of answered requests: cached (prefill avoided) or uncached (computed).",
+                *of_class,
+                "source",
+            )
         )
-        self._output = counter("output_tokens", "Tokens generated.", *of_class)
-        self._ttft = histogram("ttft_seconds", "Acceptance to first frame.", *of_class, "warmth")
-        self._total = histogram("request_seconds", "Acceptance to the end of answered requests.", *of_class, "warmth")
-        self._queue_wait = histogram("queue_wait_seconds", "Others' prefills before its own.", *of_class, "decision")
+        self._predictions = labels.series(
+            counter(
+                "predicted_tokens",
+                "Predicted against actual cached tokens of answered requests: met (predicted and there), missed "
+                "(predicted and not there), unforeseen (there and not predicted).",
+                *of_class,
+                "verdict",
+            )
+        )
+        self._output = labels.series(counter("output_tokens", "Tokens generated.", *of_class))
+        self._ttft = labels.series(histogram("ttft_seconds", "Acceptance to first frame.", *of_class, "warmth"))
+        self._total = labels.series(
+            histogram("request_seconds", "Acceptance to the end of answered requests.", *of_class, "warmth")
+        )
+        self._queue_wait = labels.series(
+            histogram("queue_wait_seconds", "Others' prefills before its own.", *of_class, "decision")
+        )
         self._refusals = counter("dispatches_refused", "Dispatches not taken, by reason.", "reason")
         self._given_back = counter("attempts_given_back", "Accepted, and given back before the first frame.", "error")
         self._broken = counter("attempts_broken", "Begun, and left to the router to end.", "error")
@@ -142,19 +152,19 @@ class BridgeMetrics:
         of_class = *self._served, labels.prefix_class(outcome.prefix_class)
         cached = outcome.cached_tokens
         kind = "unknown" if cached is None else warmth(outcome.prompt_tokens, cached, self._block_size)
-        self._requests.labels(*of_class, outcome.status, outcome.error or labels.NONE).inc()
-        self._output.labels(*of_class).inc(outcome.output_tokens)
+        self._requests(*of_class, outcome.status, outcome.error or labels.NONE).inc()
+        self._output(*of_class).inc(outcome.output_tokens)
         if cached is not None:
-            self._input.labels(*of_class, "cached").inc(cached)
-            self._input.labels(*of_class, "uncached").inc(max(0, outcome.prompt_tokens - cached))
+            self._input(*of_class, "cached").inc(cached)
+            self._input(*of_class, "uncached").inc(max(0, outcome.prompt_tokens - cached))
             predicted = max(0, outcome.predicted_tokens)
             met = min(predicted, cached)
-            self._predictions.labels(*of_class, "met").inc(met)
-            self._predictions.labels(*of_class, "missed").inc(predicted - met)
-            self._predictions.labels(*of_class, "unforeseen").inc(cached - met)
+            self._predictions(*of_class, "met").inc(met)
+            self._predictions(*of_class, "missed").inc(predicted - met)
+            self._predictions(*of_class, "unforeseen").inc(cached - met)
         if outcome.ttft_ms is not None:
-            self._ttft.labels(*of_class, kind).observe(outcome.ttft_ms / 1000)
+            self._ttft(*of_class, kind).observe(outcome.ttft_ms / 1000)
         if outcome.queue_wait_ms is not None:
-            self._queue_wait.labels(*of_class, labels.decision(outcome.decision)).observe(outcome.queue_wait_ms / 1000)
+            self._queue_wait(*of_class, labels.decision(outcome.decision)).observe(outcome.queue_wait_ms / 1000)
         if outcome.status == "ok":
-            self._total.labels(*of_class, kind).observe(outcome.total_ms / 1000)
+            self._total(*of_class, kind).observe(outcome.total_ms / 1000)

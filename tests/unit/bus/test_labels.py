@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from prefixbus.bus import labels
 from prefixbus.router import policy
@@ -47,3 +48,15 @@ def test_values_beyond_few_are_other_and_those_seen_stay() -> None:
 
 def test_prefix_classes_are_those_that_a_client_may_name() -> None:
     assert labels.PREFIX_CLASSES == intake.PREFIX_CLASSES
+
+
+def test_a_remembered_series_is_the_metrics_own() -> None:
+    registry = CollectorRegistry()
+    of = labels.series(Counter("seen", "Of a test.", ["kind", "code"], registry=registry))
+
+    of("a", "ok").inc()
+    of("a", "ok").inc()
+    of("a", "lost").inc()
+
+    assert registry.get_sample_value("seen_total", {"kind": "a", "code": "ok"}) == 2
+    assert registry.get_sample_value("seen_total", {"kind": "a", "code": "lost"}) == 1

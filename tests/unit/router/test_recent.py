@@ -116,3 +116,35 @@ def test_a_worker_is_known_to_hold_what_its_longest_dispatch_has_in_common(sent:
             expected[worker] = max(common, expected.get(worker, 0))
 
     assert levels(recent.complete(NOBODY, NS, chain(*asked), 10.0, 10.0)) == expected
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+
+@given(
+    sent=st.lists(st.tuples(prompts, st.sampled_from(["w1", "w2", "w3"])), max_size=8),
+    held=st.dictionaries(st.sampled_from(["w1", "w2"]), st.integers(1, 6)),
+    asked=prompts,
+)
+def test_each_worker_is_known_at_the_deepest_of_all_that_was_said_and_sent(
+    sent: list[tuple[list[int], str]], held: dict[str, int], asked: list[int]
+) -> None:
+    recent = Recent()
+    for number, (blocks, worker) in enumerate(sent):
+        recent.note(f"r{number}", 1, NS, chain(*blocks), worker, 10.0)
+    held = {worker: min(depth, len(asked)) for worker, depth in held.items()}
+    said = Holdings(1, [Level(depth, [worker]) for worker, depth in held.items()])
+
+    known = recent.complete(said, NS, chain(*asked), 10.0, 10.0)
+
+    expected = dict(held)
+    for blocks, worker in sent:
+        shared = 0
+        while shared < min(len(blocks), len(asked)) and blocks[shared] == asked[shared]:
+            shared += 1
+        if shared:
+            expected[worker] = max(shared, expected.get(worker, 0))
+    assert levels(known) == expected
+    assert known.announced == {
+        worker: depth - held.get(worker, 0) for worker, depth in expected.items() if depth > held.get(worker, 0)
+    }
