@@ -26,6 +26,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     routers: int = 1
     # 8 x 1.05M tokens: what facts/policy.md is about.
     kv_tokens: int = 1 << 20
+    # Of workers whose cache has another size.
+    kv_tokens_of: dict[str, int] = {}
     # What an engine's steps cost (engine_sim.profile.PRESETS), and what routers take that for; None: the same profile.
     profile: str = "h100-8b"
     model: PrefillModel | None = None

@@ -73,7 +73,7 @@ class Worker:
         on_end: Callable[[Outcome, Request], None],
     ) -> None:
         """`on_end` sees each outcome at its instant, with the engine's request."""
-        blocks = setup.kv_tokens // block_size
+        blocks = setup.kv_tokens_of.get(name, setup.kv_tokens) // block_size
         self.name = name
         self.core = EngineCore(
             PRESETS[setup.profile],

@@ -41,6 +41,19 @@ class Workload(NamedTuple):
         sped = [msgspec.structs.replace(arrival, at=arrival.at / speed) for arrival in self.arrivals]
         return Workload(sped, self.block_size)
 
+    def at_once(self) -> "Workload":
+        """The same requests, all at the start: how long they take tells what a fleet can do."""
+        return Workload([msgspec.structs.replace(arrival, at=0.0) for arrival in self.arrivals], self.block_size)
+
+    def __add__(self, other: object) -> "Workload":
+        """Both together. :raises ValueError: their blocks differ."""
+        if not isinstance(other, Workload):
+            return NotImplemented
+        if other.block_size != self.block_size:
+            raise ValueError(f"blocks of {self.block_size} and of {other.block_size} tokens")
+        both = sorted([*self.arrivals, *other.arrivals], key=lambda arrival: arrival.at)
+        return Workload(both, self.block_size)
+
 
 class Segment(NamedTuple):
     """A stretch of text that is the same wherever its name is."""
