@@ -18,11 +18,11 @@ from nats.aio.msg import Msg
 
 from ..bus import messages, namespace, subjects
 from ..bus.errors import BadSubject, BusUnavailable, ConfigInvalid, PrefixbusError
-from ..bus.messages import Cleared, Dispatched, KvEvents, Load, Lookup, Outcome
+from ..bus.messages import Dispatched, Load, Lookup, Outcome
 from ..bus.runtime import Runtime
 from .ledger import AskDump, Effect, NewIncarnation, Rules, WorkerBack, WorkerLost, WorkerSuspect
 from .metrics import DirectoryMetrics
-from .placement import Placement, PlacementRules
+from .placement import PlacementRules
 from .shard import Settings, Shard
 from .shedding import Bounds
 from .shelf import Shelf
@@ -52,21 +52,18 @@ class Directory:
         self._early: dict[str, Load] | None = {}
         self._rt = rt
         self._now = rt.clock.now
-        section = rt.config.directory
+        section, placement = rt.config.directory, rt.config.placement
         self.core = Shard(
             Settings(
                 Rules(suspect_after_s=section.suspect_after_s, lost_after_s=section.lost_after_s),
                 Bounds(memory_bytes=section.memory_bytes, namespaces_max=section.namespaces_max),
                 TrustRules(fresh_s=section.entries_fresh_s),
-            )
-        )
-        wanted = rt.config.placement
-        self.placement = Placement(
-            PlacementRules(
-                copies_max=wanted.copies_max,
-                copies_share=wanted.copies_share,
-                rewarm_share=wanted.rewarm_share,
-                idle_share=wanted.idle_share,
+                PlacementRules(
+                    copies_max=placement.copies_max,
+                    copies_share=placement.copies_share,
+                    rewarm_share=placement.rewarm_share,
+                    idle_share=placement.idle_share,
+                ),
             )
         )
         self._watch_numbers(rt)
@@ -85,7 +82,7 @@ class Directory:
                 "announced_blocks": lambda: core.predictions.blocks,
                 "workers": lambda: sum(1 for _ in core.ledger.views()),
                 "incomplete_workers": lambda: len(core.ledger.incomplete()),
-                "popular_prefixes": lambda: len(self.placement),
+                "popular_prefixes": lambda: len(core.placement),
                 "doubts": lambda: len(core.trust),
                 "shed_pairs": lambda: core.shedding.shed_pairs,
             }
@@ -108,9 +105,7 @@ class Directory:
             self._early[load.worker] = load
 
     def _heartbeat(self, load: Load) -> None:
-        last_seq = load.seq_for(self.shard, self._shards)
-        self._perform(self.core.heartbeat(load.worker, load.incarnation, last_seq, self._now()))
-        self.placement.heartbeat(load, self._now())
+        self._perform(self.core.heartbeat(load, load.seq_for(self.shard, self._shards), self._now()))
 
     async def events(self, message: Msg) -> None:
         """A worker's block changes, or a part of its dump."""
@@ -122,17 +117,12 @@ class Directory:
         else:
             self.metrics.events.inc()
             self._perform(self.core.events(event, self._now()))
-            if isinstance(event, KvEvents) and any(isinstance(op, Cleared) for op in event.ops):
-                self.placement.reset(event.worker, event.incarnation, self._now())
         self.applied_seq = message.metadata.sequence.stream
 
     def dispatched(self, sent: Dispatched, _: Msg) -> None:
         """A router announces a dispatch, or takes it back."""
         if not sent.worker or self._is_ours(sent.ns_id):
-            now, wall = self._now(), self._rt.clock.wall()
-            self.placement.dispatched(sent, sent.expires_at - wall, now)
-            if not sent.is_warming:
-                self.core.dispatched(sent, now, wall)
+            self.core.dispatched(sent, self._now(), self._rt.clock.wall())
 
     def outcome(self, outcome: Outcome, message: Msg) -> None:
         """A request ended."""
@@ -140,7 +130,6 @@ class Directory:
             raise BadSubject(f"an outcome of {outcome.worker} came on {message.subject}.")
         if self._is_ours(bytes.fromhex(outcome.ns_id)):
             self._perform(self.core.outcome(outcome, self._now()))
-            self.placement.outcome(outcome, self._now())
 
     async def keep_time(self) -> None:
         """Leases, expiry and sweeping, in slices that never hold the loop."""
@@ -155,7 +144,7 @@ class Directory:
 
     def _order(self, now: float) -> None:
         """What should be computed before it is asked for."""
-        for order in self.placement.orders(self.core.holders, now):
+        for order in self.core.orders(now):
             self.metrics.warm_orders.labels(order.kind).inc()
             self._send(subjects.WARM, messages.WARM_ORDER.encode(order))
 

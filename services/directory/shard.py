@@ -1,6 +1,6 @@
 """One shard of the directory in full, without a bus or a clock: messages in, answers and effects out.
 
-Owns: what ties index, ledger, predictions, trust and shedding together, and what a look-up says of them.
+Owns: what ties index, ledger, predictions, trust, shedding and placement together, and what a look-up says of them.
 Must not know: NATS, subjects, which shard it is, how an effect is carried out.
 Units: `now` in seconds on the caller's monotonic clock, `wall` in Unix seconds."""
 
@@ -13,16 +13,20 @@ from ..bus.messages import (
     GPU,
     TIERS,
     VERSION,
+    Cleared,
     Dispatched,
     Holdings,
     KvDump,
     KvEvents,
     Level,
+    Load,
     Lookup,
     Outcome,
+    WarmOrder,
 )
 from .index import Index, Levels, Slots, depth_in
 from .ledger import NO_EFFECTS, Effect, Ledger, Rules, WorkerView
+from .placement import Placement, PlacementRules
 from .predictions import Predictions
 from .shedding import Bounds, Shedding
 from .trust import Ages, Trust, TrustRules
@@ -44,13 +48,14 @@ class Settings:
     leases: Rules = field(default_factory=Rules)
     bounds: Bounds = field(default_factory=Bounds)
     trust: TrustRules = field(default_factory=TrustRules)
+    placement: PlacementRules = field(default_factory=PlacementRules)
 
 
 class Shard:
     """Messages of workers and routers in, in the order in which they came.
 
-    Effects are for the caller: dumps to ask for, turns of leases to log. Call `tick` several times a second, and
-    `do_slice` after it until it says that there is no more, with room for others in between."""
+    Effects are for the caller: dumps to ask for, turns of leases to log. Call `tick` and `orders` several times a
+    second, and `do_slice` after them until it says that there is no more, with room for others in between."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or Settings()
@@ -61,6 +66,7 @@ class Shard:
         self.shedding = Shedding(self.index, settings.bounds)
         self.trust = Trust(settings.trust)
         self.ages = Ages(settings.trust)
+        self.placement = Placement(settings.placement)
         # Slots whose namespaces are still to be looked at for age, in this round.
         self._to_age: list[int] = []
 
@@ -87,21 +93,29 @@ class Shard:
             announced=self._announced(asked, levels),
         )
 
-    def holders(self, ns_id: bytes, key: int) -> list[str]:
+    def orders(self, now: float) -> list[WarmOrder]:
+        """What should be computed before it is asked for."""
+        return self.placement.orders(self._holders, now)
+
+    def _holders(self, ns_id: bytes, key: int) -> list[str]:
         """Who holds this block in its GPU tier, or will by a request that was announced."""
         levels = self.predictions.lookup(self.index, ns_id, key.to_bytes(8, "little"))
         return self.ledger.holders(levels[0][1])[GPU] if levels else []
 
     # --- what happens ---
 
-    def heartbeat(self, worker: str, incarnation: int, last_seq: int, now: float) -> Sequence[Effect]:
-        """A sign of life that names the last event which the worker has published for this shard."""
-        return self.ledger.heartbeat(worker, incarnation, last_seq, now)
+    def heartbeat(self, load: Load, last_seq: int, now: float) -> Sequence[Effect]:
+        """A sign of life; `last_seq` is the last event that the worker has published for this shard."""
+        effects = self.ledger.heartbeat(load.worker, load.incarnation, last_seq, now)
+        self.placement.heartbeat(load, now)
+        return effects
 
     def events(self, message: KvEvents | KvDump, now: float) -> Sequence[Effect]:
         """A worker's block changes, or a part of its dump."""
         if isinstance(message, KvEvents):
             effects = self.ledger.events(message.worker, message.incarnation, message.seq, message.ops, now)
+            if any(isinstance(op, Cleared) for op in message.ops):
+                self.placement.reset(message.worker, message.incarnation, now)
         else:
             effects = self.ledger.dump_chunk(
                 message.worker,
@@ -118,14 +132,17 @@ class Shard:
         return effects
 
     def dispatched(self, sent: Dispatched, now: float, wall: float) -> None:
-        """A router announces a dispatch, renews it, or takes it back."""
+        """A router announces a dispatch, of a request or of an order, renews it, or takes it back."""
         if not sent.worker:
             self.predictions.ended(sent.request_id, sent.attempt)
+            return
+        lifetime_s = min(sent.expires_at - wall, ANNOUNCED_AT_MOST_S)
+        self.placement.dispatched(sent, lifetime_s, now)
+        if sent.is_warming:
             return
         view = self.ledger.view(sent.worker)
         if view is None or view.slot is None or view.incarnation != sent.incarnation:
             return
-        lifetime_s = min(sent.expires_at - wall, ANNOUNCED_AT_MOST_S)
         if lifetime_s > 0:
             # What the worker holds already needs no announcement; the rest is usually the question alone.
             held = self.index.depth_of_slot(sent.ns_id, view.slot, sent.keys)
@@ -134,6 +151,7 @@ class Shard:
 
     def outcome(self, outcome: Outcome, now: float) -> Sequence[Effect]:
         """An attempt ended: its events are here or will be soon, or nothing will come. And was the prediction right?"""
+        self.placement.outcome(outcome, now)
         answered = outcome.status == "ok"
         self.predictions.ended(outcome.request_id, outcome.attempt, now + EVENTS_FOLLOW_S if answered else None)
         if not answered or outcome.cached_tokens is None or outcome.predicted_tokens <= 0:

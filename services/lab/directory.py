@@ -5,18 +5,18 @@ Units: `now` in seconds; wall time and monotonic time are one here."""
 
 from collections.abc import Sequence
 
-from ..bus.messages import Cleared, Dispatched, Holdings, KvDump, KvEvents, Load, Lookup, Outcome, WarmOrder
+from ..bus.messages import Dispatched, Holdings, KvDump, KvEvents, Load, Lookup, Outcome, WarmOrder
 from ..directory.ledger import AskDump, Effect
-from ..directory.placement import Placement, PlacementRules
-from ..directory.shard import Shard
+from ..directory.placement import PlacementRules
+from ..directory.shard import Settings, Shard
 
 
 class Directory:
     """One shard, one replica. Methods return the workers to ask for a dump."""
 
     def __init__(self, placement: PlacementRules | None = None) -> None:
-        self.shard = Shard()
-        self.placement = Placement(placement) if placement is not None else None
+        self.shard = Shard(Settings(placement=placement or PlacementRules()))
+        self._gives_orders = placement is not None
         self.dumps_asked = 0
 
     def __repr__(self) -> str:
@@ -26,31 +26,20 @@ class Directory:
         return self.shard.lookup(asked, now)
 
     def hear_load(self, load: Load, now: float) -> list[str]:
-        if self.placement is not None:
-            self.placement.heartbeat(load, now)
-        return self._asked(self.shard.heartbeat(load.worker, load.incarnation, load.event_seq, now))
+        return self._asked(self.shard.heartbeat(load, load.event_seq, now))
 
     def hear_events(self, message: KvEvents | KvDump, now: float) -> list[str]:
-        asked = self._asked(self.shard.events(message, now))
-        if self.placement is not None and isinstance(message, KvEvents):
-            if any(isinstance(op, Cleared) for op in message.ops):
-                self.placement.reset(message.worker, message.incarnation, now)
-        return asked
+        return self._asked(self.shard.events(message, now))
 
     def hear_dispatched(self, sent: Dispatched, now: float) -> None:
-        if self.placement is not None and sent.worker:
-            self.placement.dispatched(sent, sent.expires_at - now, now)
-        if not sent.is_warming:
-            self.shard.dispatched(sent, now, now)
+        self.shard.dispatched(sent, now, now)
 
     def hear_outcome(self, outcome: Outcome, now: float) -> list[str]:
-        if self.placement is not None:
-            self.placement.outcome(outcome, now)
         return self._asked(self.shard.outcome(outcome, now))
 
     def orders(self, now: float) -> list[WarmOrder]:
         """Ask for them several times a second."""
-        return self.placement.orders(self.shard.holders, now) if self.placement is not None else []
+        return self.shard.orders(now) if self._gives_orders else []
 
     def tick(self, now: float) -> list[str]:
         """Call it several times a second."""

@@ -12,7 +12,7 @@ import sys
 import time
 from array import array
 
-from prefixbus.bus.messages import VERSION, Cleared, Dispatched, KvEvents, Lookup, Removed, Stored
+from prefixbus.bus.messages import VERSION, Cleared, Dispatched, KvEvents, Load, Lookup, Removed, Stored
 from prefixbus.directory.index import Index, Slots
 from prefixbus.directory.ledger import Ledger, Op
 from prefixbus.directory.shard import Shard
@@ -156,7 +156,9 @@ def bench_shard_lookup() -> dict[str, object]:
         shard.events(KvEvents(VERSION, worker, 1, seqs[worker], [Stored(NS_ID, 0, keys)]), 0.0)
 
     for worker in seqs:
-        shard.heartbeat(worker, 1, 0, 0.0)
+        # version, worker, life, report, event; model, serves; queue, running, waiting, slots; KV in use, tokens, block.
+        load = Load(VERSION, worker, 1, 1, 0, "m", "m", 0.0, 0, 0, 256, 0.0, 1 << 20, 32, False, [])
+        shard.heartbeat(load, 0, 0.0)
     queries: list[Lookup] = []
     for _ in range(DOCUMENTS):
         chain = _chain(rng)

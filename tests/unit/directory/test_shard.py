@@ -9,17 +9,21 @@ import pytest
 from prefixbus.bus.messages import (
     HOST,
     VERSION,
+    Cleared,
     Dispatched,
     Holdings,
     KvDump,
     KvEvents,
     Level,
+    Load,
     Lookup,
     Outcome,
     Removed,
     Stored,
+    WarmOrder,
 )
 from prefixbus.directory.ledger import AskDump, Rules
+from prefixbus.directory.placement import REWARM
 from prefixbus.directory.shard import Settings, Shard
 from prefixbus.directory.shedding import Bounds
 from prefixbus.directory.trust import TrustRules
@@ -34,6 +38,28 @@ def run(first: int, count: int) -> bytes:
     return array("Q", range(first, first + count)).tobytes()
 
 
+def load(worker: str, incarnation: int = 1, report: int = 0) -> Load:
+    """An idle worker."""
+    return Load(
+        v=VERSION,
+        worker=worker,
+        incarnation=incarnation,
+        report=report,
+        event_seq=0,
+        model="m",
+        serves="m",
+        queue_ms=0.0,
+        running=0,
+        waiting=0,
+        slots=64,
+        kv_usage=0.0,
+        kv_tokens=1 << 20,
+        block_size=BLOCK,
+        draining=False,
+        accepted=[],
+    )
+
+
 class World:
     """A shard, workers that send it events, and routers that announce; `now` moves when told to."""
 
@@ -41,10 +67,12 @@ class World:
         self.shard = Shard(settings)
         self.now = 0.0
         self.seqs = dict.fromkeys(workers, 0)
+        self.reports = 0
+        self.orders: list[WarmOrder] = []
         for worker in workers:
-            self.shard.heartbeat(worker, 1, 0, 0.0)
+            self.shard.heartbeat(load(worker), 0, 0.0)
 
-    def tell(self, worker: str, *ops: Stored | Removed) -> None:
+    def tell(self, worker: str, *ops: Stored | Removed | Cleared) -> None:
         self.seqs[worker] += 1
         self.shard.events(KvEvents(VERSION, worker, 1, self.seqs[worker], list(ops)), self.now)
 
@@ -95,8 +123,10 @@ class World:
         while self.now < until:
             self.now = min(until, self.now + 0.2)
             for worker, seq in self.seqs.items():
-                self.shard.heartbeat(worker, 1, seq, self.now)
+                self.reports += 1
+                self.shard.heartbeat(load(worker, report=self.reports), seq, self.now)
             self.shard.tick(self.now)
+            self.orders += self.shard.orders(self.now)
             while self.shard.do_slice(self.now):
                 pass
 
@@ -242,7 +272,7 @@ def test_an_announcement_is_not_believed_for_ever_whatever_it_says() -> None:
 
 def test_a_dispatch_to_another_life_of_the_worker_is_no_placement() -> None:
     world = World("w")
-    world.shard.heartbeat("w", 2, 0, 0.0)
+    world.shard.heartbeat(load("w", 2), 0, 0.0)
 
     world.dispatches("r", "w", run(1, 30))
 
@@ -448,6 +478,47 @@ def test_what_was_shed_comes_back_by_later_events_only_and_from_its_beginning() 
     assert world.asks().levels == [Level(15, ["w"])]
 
 
+def popular(world: World, *, is_warming: bool = False) -> Dispatched:
+    """One of many dispatches of a prefix that its worker holds."""
+    return Dispatched(
+        v=VERSION,
+        request_id="popular",
+        attempt=1,
+        router="router",
+        worker="w",
+        incarnation=1,
+        prefill_ms=40.0,
+        ns_id=NS,
+        keys=run(1, 32),
+        expires_at=WALL + world.now + 5.0,
+        held_blocks=32,
+        is_warming=is_warming,
+    )
+
+
+def test_a_worker_that_lost_its_cache_is_ordered_what_it_served() -> None:
+    world = World("w")
+    world.stores("w", 1, 32)
+    for _ in range(10):
+        world.shard.dispatched(popular(world), world.now, WALL + world.now)
+    world.passes(10.0)
+    assert world.orders == []
+
+    world.tell("w", Cleared())
+    world.passes(1.0)
+
+    assert [(order.worker, order.kind, order.key) for order in world.orders] == [("w", REWARM, 32)]
+
+
+def test_an_order_that_is_being_carried_out_is_announced_to_no_request() -> None:
+    world = World("w")
+
+    world.shard.dispatched(popular(world, is_warming=True), world.now, WALL + world.now)
+
+    assert world.asks().levels == []
+    assert world.announced == 0
+
+
 def test_churn_of_everything_leaves_no_memory_behind() -> None:
     """Workers come and go, requests are announced and end well or badly, namespaces are doubted and forgotten."""
     settings = Settings(
@@ -462,7 +533,7 @@ def test_churn_of_everything_leaves_no_memory_behind() -> None:
             worker = f"w{number}"
             world.now = number * 5.0
             world.seqs = {worker: 0}
-            world.shard.heartbeat(worker, 1, 0, world.now)
+            world.shard.heartbeat(load(worker), 0, world.now)
             world.stores(worker, 1, 64)
             world.stores(worker, 1, 16, number.to_bytes(16, "big"))
             for request in range(6):
