@@ -8,9 +8,10 @@ Units: tokens u32 LE, block keys u64 LE, both as bytes that a hop which does not
 `*_at` are Unix seconds, `*_ms` milliseconds. Ids: `request_id` is ours (bus.ids), `client_request_id` the caller's
 label. Must not know: NATS, what a service does with a message."""
 
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from .errors import PrefixbusError
 from .namespace import Namespace
@@ -25,6 +26,12 @@ TIERS = ("gpu", "host")
 
 WARM = "warm"
 """The decision of a dispatch that carries out a `WarmOrder`: no client waits for it."""
+
+# What a bridge says of itself goes into sums, quotients and records of everybody's requests: a decoder refuses what
+# cannot be. NaN is below every bound.
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+_QueueMs = Annotated[float, Meta(ge=0, le=1e12)]
+_Usage = Annotated[float, Meta(ge=0, le=100)]
 
 
 class MessageInvalid(PrefixbusError):
@@ -163,8 +170,8 @@ class Accept(msgspec.Struct, frozen=True, array_like=True):
     worker: str
     incarnation: int
     refused: str
-    queue_ms: float
-    held_blocks: int
+    queue_ms: _QueueMs
+    held_blocks: _Count
 
 
 class Dispatched(msgspec.Struct, frozen=True, array_like=True):
@@ -227,18 +234,18 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     event_seq: int
     model: str
     serves: str
-    queue_ms: float
-    running: int
-    waiting: int
-    slots: int
-    kv_usage: float
-    kv_tokens: int
-    block_size: int
+    queue_ms: _QueueMs
+    running: _Count
+    waiting: _Count
+    slots: _Count
+    kv_usage: _Usage
+    kv_tokens: _Count
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     draining: bool
     accepted: list[str]
     worker_class: str = ""
     pool: str = ""
-    reserved_slots: int = 0
+    reserved_slots: _Count = 0
     event_seqs: list[int] = []
 
     def seq_for(self, shard: int, shards: int) -> int:

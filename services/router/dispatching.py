@@ -496,7 +496,13 @@ class Request:
             return attempts.deadline()
         if route.model not in desk.models:
             return attempts.nobody(UnknownModel(f"{route.model[:80]!r} is not in the router's configuration."))
-        survey = desk.fleet.survey(route.model, route.serves, now, desk.settings.pools.get(route.tenant))
+        survey = desk.fleet.survey(
+            route.model,
+            route.serves,
+            now,
+            desk.settings.pools.get(route.tenant),
+            block_size=desk.rt.config.models[route.model].block_size,
+        )
         available = survey.available
         if attempts.avoid:
             available = [one for one in available if (one.name, one.worker.incarnation) not in attempts.avoid]

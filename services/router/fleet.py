@@ -372,9 +372,17 @@ class Fleet:
 
     # --- what to choose from
 
-    def survey(self, model: str, serves: str, now: float, pools: Collection[str] | None = None) -> Survey:
+    def survey(
+        self,
+        model: str,
+        serves: str,
+        now: float,
+        pools: Collection[str] | None = None,
+        *,
+        block_size: int | None = None,
+    ) -> Survey:
         """Who may be given a request for this model, in the order they were first heard. `pools` are those the request
-        may go to; None: any."""
+        may go to, `block_size` what the model's blocks have: who tells another is believed in nothing. None: any."""
         listened_s = self._listening.seconds(now)
         suspect_before = listened_s - self._suspect_after_s
         available = []
@@ -382,7 +390,7 @@ class Fleet:
         late = []
         for name, worker in self._workers.items():
             load = worker.load
-            if load.serves != serves or load.model != model:
+            if load.serves != serves or load.model != model or load.block_size != (block_size or load.block_size):
                 excluded[name] = "model"
             elif pools is not None and load.pool not in pools:
                 excluded[name] = "pool"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -957,3 +958,54 @@ async def test_a_message_that_breaks_its_handler_is_counted_and_the_next_is_serv
     await world.ended(answer)
 
     assert answer.code == ""
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"block_size": 0},
+        {"block_size": -16},
+        {"kv_usage": math.nan},
+        {"kv_usage": math.inf},
+        {"kv_usage": -1.0},
+        {"queue_ms": math.nan},
+        {"queue_ms": math.inf},
+        {"queue_ms": -1e9},
+        {"slots": 1 << 63},
+        {"running": -(1 << 62)},
+        {"kv_tokens": -1},
+    ],
+    ids=str,
+)
+async def test_a_heartbeat_with_absurd_figures_is_refused_and_harms_no_other_worker(
+    world: World, absurd: dict[str, Any]
+) -> None:
+    router = await world.router()
+    await world.watch_the_journal()
+    await world.bridge("w1", **absurd)
+    await eventually(lambda: router.value("prefixbus_failures_total", code="message_invalid") > 0, "it is refused")
+    await world.bridge("w2")
+    await eventually(lambda: router.knows("w2"), "the other worker is known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == ""
+    await eventually(lambda: bool(world.records), "the decision is recorded")
+    assert [one.worker for one in world.records[0].candidate_workers] == ["w2"]
+
+
+async def test_a_worker_that_tells_another_block_size_than_its_models_is_no_candidate(world: World) -> None:
+    router = await world.router()
+    await world.watch_the_journal()
+    await world.bridge("w1", block_size=7)
+    await eventually(lambda: router.knows("w1"), "it is known")
+    await world.bridge("w2")
+    await eventually(lambda: router.knows("w1", "w2"), "the other worker is known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    await eventually(lambda: bool(world.records), "the decision is recorded")
+    assert world.records[0].excluded == {"w1": "model"}
+    assert world.records[0].block_size == BLOCK
