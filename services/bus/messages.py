@@ -32,6 +32,10 @@ WARM = "warm"
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 _QueueMs = Annotated[float, Meta(ge=0, le=1e12)]
 _Usage = Annotated[float, Meta(ge=0, le=100)]
+# And what is remembered of them has a size: ids are 26 characters and 16 bytes.
+_Name = Annotated[str, Meta(max_length=512)]
+_Id = Annotated[str, Meta(max_length=64)]
+_NsId = Annotated[bytes, Meta(max_length=64)]
 
 
 class MessageInvalid(PrefixbusError):
@@ -232,8 +236,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int
     report: int
     event_seq: int
-    model: str
-    serves: str
+    model: _Name
+    serves: _Name
     queue_ms: _QueueMs
     running: _Count
     waiting: _Count
@@ -242,9 +246,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     kv_tokens: _Count
     block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
     draining: bool
-    accepted: list[str]
-    worker_class: str = ""
-    pool: str = ""
+    accepted: list[_Id]
+    worker_class: _Name = ""
+    pool: _Name = ""
     reserved_slots: _Count = 0
     event_seqs: list[int] = []
 
@@ -259,7 +263,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A run of blocks appeared in a tier; `parent` is the key before the first, 0 at the start of a chain."""
 
-    ns_id: bytes
+    ns_id: _NsId
     parent: int
     keys: bytes
     tier: int = GPU
@@ -271,7 +275,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The tier's last copy of each of these blocks went; the other tier keeps its own."""
 
-    ns_id: bytes
+    ns_id: _NsId
     keys: bytes
     tier: int = GPU
 

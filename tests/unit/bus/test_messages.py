@@ -104,6 +104,30 @@ def test_damaged_bytes_are_refused_or_decode_to_a_message(name: str, cut: int, p
         pass
 
 
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        (messages.KV, messages.KvEvents(VERSION, "w", 1, 1, [messages.Stored(bytes(100_000), 0, bytes(8))])),
+        (messages.KV, messages.KvEvents(VERSION, "w", 1, 1, [messages.Removed(bytes(100_000), bytes(8))])),
+        (messages.KV, messages.KvDump(VERSION, "w", 1, 1, 1, 0, 1, [messages.Stored(bytes(100_000), 0, bytes(8))])),
+        *(
+            (messages.LOAD, msgspec.structs.replace(sample(messages.Load), **changed))
+            for changed in (
+                {"accepted": ["x" * 100_000]},
+                {"model": "x" * 100_000},
+                {"serves": "x" * 100_000},
+                {"worker_class": "x" * 100_000},
+                {"pool": "x" * 100_000},
+            )
+        ),
+    ],
+)
+def test_names_that_a_service_would_remember_are_short(wire: Wire[Any], message: Any) -> None:
+    """A directory remembered a namespace by whatever id an event gave it: a megabyte each, in no count of memory."""
+    with pytest.raises(MessageInvalid, match="length"):
+        wire.decode(wire.encode(message))
+
+
 def test_keys_that_are_not_whole_u64s_are_refused() -> None:
     good = messages.Lookup(VERSION, bytes(16), bytes(16))
     bad = messages.LOOKUP.encode(good).replace(bytes([0xC4, 16]) + bytes(16), bytes([0xC4, 15]) + bytes(15))
