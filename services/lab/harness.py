@@ -7,8 +7,9 @@ Units: seconds on the timeline. Deterministic: equal arguments, equal results.""
 
 from ..bus.errors import PrefixbusError
 from ..bus.messages import Outcome
+from ..directory.placement import PlacementRules
+from ..directory.shard import Settings, Shard
 from ..engine_sim.request import Request
-from .directory import Directory
 from .results import Result, Served, WorkerTotals
 from .router import Router
 from .setup import Setup
@@ -35,7 +36,7 @@ class World:
     def __init__(self, setup: Setup, workload: Workload) -> None:
         self.setup = setup
         self.timeline = Timeline()
-        self.directory = Directory(setup.placement)
+        self.directory = Shard(Settings(placement=setup.placement or PlacementRules()))
         self.wires = Wires(self.timeline, setup, self.directory)
         width = len(str(setup.workers - 1))
         self.workers = [
@@ -81,7 +82,7 @@ class World:
             workers=[self._totals(worker) for worker in self.workers],
             leftovers=self._leftovers(),
             ended_at=ended_at - started_at,
-            dumps_asked=self.directory.dumps_asked,
+            dumps_asked=self.wires.dumps_asked,
             lost_events=self.wires.lost_events,
         )
 
@@ -139,8 +140,12 @@ class World:
     def _tick(self) -> None:
         for router in self.routers:
             router.tick()
-        self.wires.ask_dumps(self.directory.tick(self.timeline.now))
-        self.wires.order(self.directory.orders(self.timeline.now))
+        now = self.timeline.now
+        self.wires.perform(self.directory.tick(now))
+        while self.directory.do_slice(now):
+            pass
+        if self.setup.placement is not None:
+            self.wires.order(self.directory.orders(now))
         self.timeline.after(TICK_S, self._tick)
 
     def _totals(self, worker: Worker) -> WorkerTotals:
@@ -162,8 +167,8 @@ class World:
     def _leftovers(self) -> list[str]:
         left = [f"{router.name}: {entry}" for router in self.routers for entry in router.fleet.idle()]
         left += [f"{router.name}: {request_id} in hand" for router in self.routers for request_id in router.in_hand]
-        if len(self.directory.shard.predictions):
-            left.append(f"directory: {self.directory.shard.predictions!r}")
+        if len(self.directory.predictions):
+            left.append(f"directory: {self.directory.predictions!r}")
         left += [f"{worker.name}: {worker.admission!r}" for worker in self.workers if worker.admission.busy]
         left += [f"{worker.name}: an order" for worker in self.workers if worker.warming.request is not None]
         return left

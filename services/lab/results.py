@@ -111,14 +111,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def decisions(self) -> dict[str, int]:
         return dict(Counter(one.decision for one in self.served).most_common())
 
-    def by_decision(self) -> dict[str, Times]:
-        """TTFT by what the decision was called."""
-        groups: dict[str, list[float]] = {}
-        for one in self.served:
-            if one.ttft_ms is not None:
-                groups.setdefault(one.decision, []).append(one.ttft_ms)
-        return {name: times(group) for name, group in sorted(groups.items())}
-
     def __str__(self) -> str:
         ttft = self.ttft()
         return (

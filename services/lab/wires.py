@@ -1,8 +1,9 @@
 """The bus in virtual time: who hears what, and how much later.
 
-Owns: delays and losses.   Must not know: what anyone does with a message.   Units: seconds."""
+Owns: delays and losses.   Must not know: what anyone does with a message.
+Units: seconds; wall time and monotonic time are one here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..bus.messages import (
@@ -17,8 +18,9 @@ from ..bus.messages import (
     Outcome,
     WarmOrder,
 )
+from ..directory.ledger import AskDump, Effect
+from ..directory.shard import Shard
 from .chance import Chance
-from .directory import Directory
 from .setup import Setup
 from .timeline import Timeline
 from .workload import Arrival
@@ -49,11 +51,12 @@ class Prefix(NamedTuple):
 class Wires:
     """Connect the ends, then send. A message reaches all its listeners at the same instant."""
 
-    def __init__(self, timeline: Timeline, setup: Setup, directory: Directory) -> None:
+    def __init__(self, timeline: Timeline, setup: Setup, directory: Shard) -> None:
         self.routers: list[RouterEnd] = []
         self.workers: dict[str, WorkerEnd] = {}
         self.directory = directory
         self.lost_events = 0
+        self.dumps_asked = 0
         # What routers remember of prefixes, all together.
         self._prefixes: dict[tuple[bytes, int], Prefix] = {}
         self._timeline = timeline
@@ -112,12 +115,15 @@ class Wires:
             return
         self._timeline.after(self._setup.event_delay_s, self._events, message)
 
-    def ask_dumps(self, workers: list[str]) -> None:
-        for worker in workers:
-            self._timeline.after(self._setup.hop_s, self.workers[worker].hear_dump_request)
+    def perform(self, effects: Sequence[Effect]) -> None:
+        """What the directory wants done: dumps are asked for. Turns of leases are for a log, of which there is none."""
+        for effect in effects:
+            if isinstance(effect, AskDump):
+                self.dumps_asked += 1
+                self._timeline.after(self._setup.hop_s, self.workers[effect.worker].hear_dump_request)
 
     def _look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
-        self._timeline.after(self._setup.hop_s, reply, self.directory.answer(asked, self._timeline.now))
+        self._timeline.after(self._setup.hop_s, reply, self.directory.lookup(asked, self._timeline.now))
 
     def _announce(self, announced: Dispatched, sender: RouterEnd) -> None:
         for router in self.routers:
@@ -125,23 +131,24 @@ class Wires:
                 router.hear_dispatched(announced)
 
     def _predict(self, announced: Dispatched) -> None:
-        self.directory.hear_dispatched(announced, self._timeline.now)
+        now = self._timeline.now
+        self.directory.dispatched(announced, now, wall=now)
 
     def _events(self, message: KvEvents | KvDump) -> None:
-        self.ask_dumps(self.directory.hear_events(message, self._timeline.now))
+        self.perform(self.directory.events(message, self._timeline.now))
 
     def _load(self, load: Load) -> None:
         for router in self.routers:
             router.hear_load(load)
-        self.ask_dumps(self.directory.hear_load(load, self._timeline.now))
+        self.perform(self.directory.heartbeat(load, load.event_seq, self._timeline.now))
 
     def _order_ended(self, outcome: Outcome) -> None:
-        self.ask_dumps(self.directory.hear_outcome(outcome, self._timeline.now))
+        self.perform(self.directory.outcome(outcome, self._timeline.now))
 
     def _outcome(self, outcome: Outcome) -> None:
         for router in self.routers:
             router.hear_outcome(outcome)
-        self.ask_dumps(self.directory.hear_outcome(outcome, self._timeline.now))
+        self.perform(self.directory.outcome(outcome, self._timeline.now))
 
     def _cancel(self, tenant: str, request_id: str) -> None:
         for router in self.routers:

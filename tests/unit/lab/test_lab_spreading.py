@@ -104,7 +104,7 @@ def test_without_announcements_to_the_directory_each_worker_computes_it() -> Non
 
 
 def predicted_blocks(world: World) -> int:
-    return world.directory.shard.predictions.blocks
+    return world.directory.predictions.blocks
 
 
 @pytest.mark.parametrize("cancelled_after_s", [0.0, 0.0012, 0.0018, 0.05, 0.2])
