@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from ..bus.blockkeys import warmth
 from ..bus.messages import DecisionRecord, Load, Outcome
@@ -128,23 +127,23 @@ class Board:
 
 def frame(view: View, height: int, *, cut_off: bool = False) -> Group:
     """The view in 80 columns and, as far as its workers allow, `height` lines: the last decisions get what is left."""
-    workers, decisions = _workers(view.workers), Text(_decisions(view.decisions))
+    workers, decisions = _workers(view.workers), _decisions(view.decisions)
     state = "cut off from the bus; as last heard" if cut_off else f"last {WINDOW_S / 60:.0f} minutes"
-    sums = Text(
+    sums = (
         f"{view.requests} requests, {view.failed} failed; {view.cached_tokens} of {view.prompt_tokens} prompt tokens "
         f"from caches ({view.hit_token_ratio:.0%})"
     )
     # Three tables' heads, a line between parts, and the lines of text.
     rows = height - len(view.workers) - len(KINDS) - 10
     return Group(
-        Text(f"prefixbus top: {state}"),
+        f"prefixbus top: {state}",
         workers,
-        Text(),
+        "",
         sums,
         _ttft(view.ttft),
-        Text(),
+        "",
         decisions,
-        Text(),
+        "",
         _latest(view.latest[: max(_FRAME_MIN_ROWS, rows)]),
     )
 

@@ -317,17 +317,18 @@ def _print_what_if(report: "WhatIf") -> None:
 
 
 def _print(parts: "Iterable[RenderableType]") -> None:
-    from rich.console import Console, Group
+    from rich.console import Group
 
     from .status import terminal
+    from .terminal import Terminal
 
     made = list(parts)
     console = terminal()
-    needed = Console(width=10_000).measure(Group(*made)).maximum if made else 0
+    needed = Terminal(width=10_000).measure(Group(*made)).maximum if made else 0
     # A table that is cut says nothing; a terminal wraps what is too long for it.
-    wide = Console(width=max(console.width, needed)) if any(not isinstance(part, str) for part in made) else console
+    wide = Terminal(width=max(console.width, needed)) if any(not isinstance(part, str) for part in made) else console
     for part in made:
         if isinstance(part, str):
-            console.print(part, highlight=False, markup=False, soft_wrap=True)
+            console.print(part, soft_wrap=True)
         else:
-            wide.print(part, highlight=False)
+            wide.print(part)

@@ -11,11 +11,11 @@ from pathlib import Path
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 from rich.table import Table
 
 from ..bus import config, messages
 from . import control, deployment
+from .terminal import Terminal
 
 MIN_WIDTH = 80
 _LISTEN_S = 0.5
@@ -60,9 +60,9 @@ async def show(directory: Path) -> None:
     console.print(worker_table(sorted(set(cluster.engines) | set(heard)), heard))
 
 
-def terminal() -> Console:
+def terminal() -> Terminal:
     """As wide as the terminal, but never narrower than the tables."""
-    return Console(width=max(MIN_WIDTH, Console().width))
+    return Terminal(width=max(MIN_WIDTH, Terminal().width))
 
 
 def configured_policy(directory: Path) -> str:
