@@ -1,6 +1,7 @@
 """Who may import whom: services meet only in messages, and what is pure stays pure."""
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -118,6 +119,16 @@ def test_a_module_without_the_shell_mark_is_pure(path: Path) -> None:
     impure = {name for kind, name in imports_of(path) if kind == "outside"} & IMPURE
 
     assert not impure, f"{path.relative_to(ROOT)} imports {sorted(impure)}"
+
+
+@pytest.mark.parametrize(
+    "room", sorted(path.parent for path in SERVICES.glob("*/__init__.py")), ids=lambda room: room.name
+)
+def test_a_rooms_readme_names_its_modules_and_no_others(room: Path) -> None:
+    named = set(re.findall(r"`(\w+\.py)`", (room / "README.md").read_text(encoding="utf-8")))
+
+    assert named >= {path.name for path in room.glob("*.py")} - {"__init__.py"}
+    assert named <= {path.name for path in modules()}
 
 
 def test_every_package_is_in_the_wheel() -> None:
