@@ -13,7 +13,8 @@ from collections import OrderedDict
 import msgspec
 
 from ..bus.blockkeys import common_blocks
-from ..bus.messages import Holdings, Level
+from ..bus.messages import Holdings
+from .holdings import moved
 
 # Longer than a look-up may take, and than a directory takes to hear of a dispatch.
 REMEMBER_S = 0.25
@@ -100,18 +101,7 @@ class Recent:
 
 def _merged(holdings: Holdings, held: dict[str, int], gained: dict[str, int]) -> Holdings:
     """Each worker of `gained` at that depth, which is deeper than what it holds; what it gains is not there yet."""
-    levels = [
-        Level(level.depth, workers, level.tier)
-        for level in holdings.levels
-        if (workers := [one for one in level.workers if level.tier != "gpu" or one not in gained])
-    ]
-    levels += [Level(depth, [worker]) for worker, depth in gained.items()]
-    levels.sort(key=_depth, reverse=True)
     announced = dict(holdings.announced)
     for worker, depth in gained.items():
         announced[worker] = announced.get(worker, 0) + depth - held.get(worker, 0)
-    return msgspec.structs.replace(holdings, levels=levels, announced=announced)
-
-
-def _depth(level: Level) -> int:
-    return level.depth
+    return msgspec.structs.replace(holdings, levels=moved(holdings.levels, gained), announced=announced)

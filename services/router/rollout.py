@@ -18,7 +18,7 @@ from .policy import Policy
 
 Role = Literal["active", "canary", "shadow"]
 ROLES: tuple[Role, ...] = ("active", "canary", "shadow")
-# Other than those of homes (home.py).
+# Other than those of homes (bus/home.py).
 _SEED = 0x726F6C6C6F7574
 _HASHES = float(1 << 64)
 

@@ -103,8 +103,8 @@ class _Fair(Generic[K, L]):
 
 
 class Waiting:
-    """`begin` or `add` each request; `next_up`, and `begin` it, until there is no room; `left` when its prefill is over
-    or it goes away. All is O(tenants that wait)."""
+    """`come` with each request; `next_up`, and `begin_next`, until there is no room; `left` when its prefill is over or
+    it goes away. All is O(tenants that wait)."""
 
     def __init__(self, window_tokens: int) -> None:
         self.window_tokens = window_tokens
