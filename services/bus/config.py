@@ -124,6 +124,10 @@ class RouterSection(Section, frozen=True):
     max_attempts: Annotated[int, Meta(ge=1, le=16)] = 4
     suspect_after_s: _PositiveMs = 0.6
     lost_after_s: _PositiveMs = 3.0
+    # A request is refused as overload, and told when to come again, if every worker has more prefill waiting than this
+    # or than its deadline allows. Half of the 60 s that clients usually wait: who waits longer often gives up, and
+    # what was computed for it by then is lost.
+    overload_queue_ms: _PositiveMs = 30_000.0
     # The pools that a tenant's requests may go to; one that is not named here may go to any.
     pools: dict[str, list[str]] = {}
 

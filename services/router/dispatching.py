@@ -54,7 +54,7 @@ from ..bus.messages import (
 )
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
-from . import cost, gains, journal, policy
+from . import cost, gains, journal, overload, policy
 from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .fleet import Available, Fleet, Lost, Survey
 from .holdings import corrected
@@ -100,6 +100,7 @@ ANNOUNCED_S = 10.0
 # It is believed this long beyond the time to accept it, if its worker does not list it as accepted: its router may be
 # gone, and would not take it back.
 UNLISTED_S = 2.0
+# For what is wrong, load apart.
 RETRY_AFTER_S = 1
 # Each holds its prompt until its first frame; beyond it new ones are refused.
 MAX_IN_HAND = 20_000
@@ -496,13 +497,7 @@ class Request:
             return attempts.deadline()
         if route.model not in desk.models:
             return attempts.nobody(UnknownModel(f"{route.model[:80]!r} is not in the router's configuration."))
-        survey = desk.fleet.survey(
-            route.model,
-            route.serves,
-            now,
-            desk.settings.pools.get(route.tenant),
-            block_size=desk.rt.config.models[route.model].block_size,
-        )
+        survey = self._survey(now)
         available = survey.available
         if attempts.avoid:
             available = [one for one in available if (one.name, one.worker.incarnation) not in attempts.avoid]
@@ -510,6 +505,9 @@ class Request:
             why = _why_nobody(survey, route.model)
             is_one_late = any(life not in attempts.avoid for life in survey.late)
             return attempts.nobody_now(why, now) if is_one_late else attempts.nobody(why)
+        # Later attempts are of a request that somebody had taken, or that was sent where there was room.
+        if not attempts.attempt and overload.is_overloaded([one.queue_ms for one in available], self._longest_ms()):
+            return attempts.nobody(Overloaded("No worker could begin the request soon enough."))
         acting, role = desk.rollout.acting(route.request_id, route.prefix_class)
         ordinal = next(desk.ordinals)
         self._known = self._holdings
@@ -549,6 +547,22 @@ class Request:
             subjects.journal(route.request_id), DECISION.encode(record), f"{route.request_id}.{attempts.attempt}"
         )
         return effects
+
+    def _survey(self, now: float) -> Survey:
+        route, desk = self._route, self._desk
+        pools = desk.settings.pools.get(route.tenant)
+        block_size = desk.rt.config.models[route.model].block_size
+        return desk.fleet.survey(route.model, route.serves, now, pools, block_size=block_size)
+
+    def _longest_ms(self) -> float:
+        left_ms = 1000 * (self._route.deadline_at - self._desk.clock.wall())
+        return overload.longest_ms(self._desk.settings.overload_queue_ms, left_ms)
+
+    def _retry_after_s(self, error: Unavailable) -> int:
+        if not isinstance(error, Overloaded) or self._route.model not in self._desk.models:
+            return RETRY_AFTER_S
+        survey = self._survey(self._desk.clock.now())
+        return overload.retry_after_s([one.queue_ms for one in survey.available], survey.full_ms, self._longest_ms())
 
     def _decide(
         self, by: Policy, available: list[Available], ordinal: int, now: float, wall: float
@@ -714,7 +728,7 @@ class Request:
             # Chunks went out before; only the bridge knew how many.
             del headers[subjects.HEADER_SEQ]
         if isinstance(error, Unavailable):
-            headers["Retry-After"] = str(RETRY_AFTER_S)
+            headers["Retry-After"] = str(self._retry_after_s(error))
         try:
             self._desk.bus.send(self._route.reply, b"", headers=headers)
         except BusUnavailable as exc:

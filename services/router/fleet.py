@@ -76,11 +76,12 @@ class Available(NamedTuple):
 class Survey(NamedTuple):
     """Who may be given a request, and why each other worker may not: model, pool, busy, draining, suspect, lost.
 
-    `late`: (worker, incarnation) of the suspects, who may be back in a moment."""
+    `late`: (worker, incarnation) of the suspects, who may be back in a moment; `full_ms`: the queues of the busy."""
 
     available: list[Available]
     excluded: dict[str, str]
     late: list[tuple[str, int]]
+    full_ms: list[float]
 
 
 T = TypeVar("T")
@@ -388,6 +389,7 @@ class Fleet:
         available = []
         excluded = {}
         late = []
+        full_ms = []
         for name, worker in self._workers.items():
             load = worker.load
             if load.serves != serves or load.model != model or load.block_size != (block_size or load.block_size):
@@ -405,10 +407,11 @@ class Fleet:
                 free_slots = load.slots - load.running - load.waiting - len(worker.queued)
                 if free_slots <= 0:
                     excluded[name] = "busy"
+                    full_ms.append(worker.queue_ms(now))
                     continue
                 only_reserved = free_slots <= load.reserved_slots
                 available.append(Available(name, worker.queue_ms(now), load.running, worker, only_reserved))
-        return Survey(available, excluded, late)
+        return Survey(available, excluded, late, full_ms)
 
     # --- dispatches
 

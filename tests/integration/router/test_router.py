@@ -616,6 +616,63 @@ async def test_a_full_fleet_is_overload_and_says_when_to_come_again(world: World
     assert answer.header("Retry-After") == "1"
 
 
+async def test_while_all_queues_are_long_a_client_is_told_when_to_come_again_and_then_is_served(world: World) -> None:
+    """Nothing is dispatched for it before."""
+    first, second = await world.bridge("w1"), await world.bridge("w2")
+    first.queue_ms, second.queue_ms = 900_000.0, 600_000.0
+    router = await world.router(overload_queue_ms=30_000.0)
+    await eventually(lambda: router.knows("w1", "w2"), "the workers are known")
+
+    refused = await world.client.send(CLOCK.wall(), deadline_s=3600.0)
+    await world.ended(refused)
+
+    assert refused.code == "overloaded"
+    assert refused.header(subjects.HEADER_SERVICE_ERROR) == "No worker could begin the request soon enough."
+    # From the last report on, the queue is shorter by what has passed.
+    assert 560 <= int(refused.header("Retry-After") or "") <= 570
+    assert first.dispatches == second.dispatches == []
+    assert router.value("prefixbus_router_requests_total", code="overloaded") == 1
+    await world.books_balance()
+
+    second.queue_ms = 20_000.0
+    fleet = router.desk.fleet
+    await eventually(lambda: fleet.living()["w2"].queue_ms(CLOCK.now()) < 30_000.0, "the shorter queue is heard of")
+    served = await world.client.send(CLOCK.wall(), deadline_s=3600.0)
+    await world.ended(served)
+
+    assert served.code == ""
+    assert [len(first.dispatches), len(second.dispatches)] == [0, 1]
+
+
+async def test_a_request_that_no_worker_could_begin_before_its_deadline_is_overload_at_once(world: World) -> None:
+    bridge = await world.bridge("w1")
+    bridge.queue_ms = 600_000.0
+    router = await world.router(overload_queue_ms=3_600_000.0)
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    hasty = await world.client.send(CLOCK.wall(), deadline_s=300.0)
+    await world.ended(hasty)
+    patient = await world.client.send(CLOCK.wall(), deadline_s=1800.0)
+    await world.ended(patient)
+
+    assert (hasty.code, patient.code) == ("overloaded", "")
+    assert 260 <= int(hasty.header("Retry-After") or "") <= 301
+    assert len(bridge.dispatches) == 1
+
+
+async def test_when_all_slots_are_taken_the_shortest_queue_says_when_to_come_again(world: World) -> None:
+    first, second = await world.bridge("w1", slots=0), await world.bridge("w2", slots=0)
+    first.queue_ms, second.queue_ms = 900_000.0, 600_000.0
+    router = await world.router()
+    await eventually(lambda: len(router.desk.fleet) == 2, "the workers are known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    assert answer.code == "overloaded"
+    assert 560 <= int(answer.header("Retry-After") or "") <= 600
+
+
 async def test_a_request_past_its_deadline_is_never_dispatched(world: World) -> None:
     bridge = await world.bridge("w1")
     router = await world.router()
