@@ -76,7 +76,7 @@ class Board:
         self._lost_after_s = lost_after_s
         self._heard: dict[str, _Heard] = {}
         self._decisions: deque[DecisionRecord] = deque(maxlen=MOST_KEPT)
-        self._outcomes: dict[tuple[str, int], Outcome] = {}
+        self._outcomes: dict[tuple[str, int, str], Outcome] = {}
 
     def load(self, load: Load, now: float) -> None:
         self._heard[load.worker] = _Heard(load, now)
@@ -85,14 +85,16 @@ class Board:
         self._decisions.append(decision)
 
     def outcome(self, outcome: Outcome) -> None:
-        self._outcomes[outcome.request_id, outcome.attempt] = outcome
+        self._outcomes[outcome.request_id, outcome.attempt, outcome.worker] = outcome
         if len(self._outcomes) > MOST_KEPT:
             del self._outcomes[next(iter(self._outcomes))]
 
     def view(self, now: float, wall: float) -> View:
         """What was decided in the last WINDOW_S, and how that went on."""
         self._forget(wall - WINDOW_S)
-        joined = [(one, self._outcomes.get((one.request_id, one.attempt))) for one in self._decisions]
+        joined = [
+            (one, self._outcomes.get((one.request_id, one.attempt, one.selected_worker))) for one in self._decisions
+        ]
         ended = [(decision, outcome) for decision, outcome in joined if outcome is not None]
         counted = [outcome for _, outcome in ended if outcome.cached_tokens is not None]
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}

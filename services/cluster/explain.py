@@ -26,7 +26,7 @@ def document(records: Records) -> bytes:
 def story(records: Records, others: Sequence[str]) -> Iterator[RenderableType]:
     """Everything for people; `others` are requests that had the same client's id."""
     decisions = sorted(records.decisions, key=lambda decision: decision.attempt)
-    outcomes = {outcome.attempt: outcome for outcome in records.outcomes}
+    outcomes = {(outcome.attempt, outcome.worker): outcome for outcome in records.outcomes}
     yield from _request(decisions[0])
     if others:
         yield f"Requests before it had the same label: {', '.join(others[-3:])}{' ...' if len(others) > 3 else ''}."
@@ -39,7 +39,8 @@ def story(records: Records, others: Sequence[str]) -> Iterator[RenderableType]:
         if decision.excluded:
             yield f"no candidates: {', '.join(f'{name} ({why})' for name, why in sorted(decision.excluded.items()))}"
         is_last = position == len(decisions) - 1
-        yield from _happened(decision, outcomes.get(decision.attempt), is_last=is_last)
+        outcome = outcomes.get((decision.attempt, decision.selected_worker))
+        yield from _happened(decision, outcome, is_last=is_last)
 
 
 def candidates(workers: Sequence[CandidateRecord]) -> Table:

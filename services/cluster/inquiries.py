@@ -59,6 +59,7 @@ def explain(
             return await records.of_request(bus, request_id)
 
     found, others = asyncio.run(work())
+    _say_unreadable(found)
     if as_json:
         typer.echo(explain_module.document(found))
     else:
@@ -175,18 +176,19 @@ def mismatches(
 
     first, last = _range(since, until)
 
-    async def work() -> "tuple[Report, float | None]":
+    async def work() -> "tuple[Records, past.Told]":
         async with records.operator(state) as bus:
             found = await records.between(bus, first, last)
             told = await past.told(bus, first, last)
-        report = mismatches_module.report(found.decisions, found.outcomes, told.removals, told.lives)
-        return report, told.kept_since
+        return found, told
 
-    report, events_since = asyncio.run(work())
+    found, told = asyncio.run(work())
+    _say_unreadable(found)
+    report = mismatches_module.report(found.decisions, found.outcomes, told.removals, told.lives)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report)))
     else:
-        _print_mismatches(report, events_since)
+        _print_mismatches(report, told.kept_since)
 
 
 @commands.command()
@@ -229,13 +231,21 @@ def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[De
         raise typer.BadParameter("a request has its own time.", param_hint="--since")
     first, last = _range(since, until)
 
-    async def work() -> "list[DecisionRecord]":
+    async def work() -> "Records":
         async with records.operator(state) as bus:
             if request_id:
-                return (await records.of_request(bus, request_id))[0].decisions
-            return (await records.between(bus, first, last)).decisions
+                return (await records.of_request(bus, request_id))[0]
+            return await records.between(bus, first, last)
 
-    return asyncio.run(work())
+    found = asyncio.run(work())
+    _say_unreadable(found)
+    return found.decisions
+
+
+def _say_unreadable(found: "Records") -> None:
+    if found.unreadable:
+        what = f"{len(found.unreadable)} records are left out: they cannot be read, or are not about their subject"
+        typer.echo(f"{what}, such as {found.unreadable[0]}", err=True)
 
 
 def _range(since: str, until: str) -> tuple[float | None, float | None]:

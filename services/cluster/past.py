@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..bus import messages, subjects
 from ..bus.connection import Bus
 from ..bus.errors import BadRequest
-from ..bus.messages import Cleared, KvEvents, Removed
+from ..bus.messages import Cleared, KvDump, KvEvents, MessageInvalid, Removed
 from ..bus.objects import Objects
 from ..directory import snapshot
 from ..directory.snapshot import Header
@@ -35,8 +35,10 @@ async def directory_at(bus: Bus, seq: int, shards: int) -> Rebuild:
             begun[shard] = header.stream_seq
     async for kept in streams.read(bus, stream, subjects.ALL_KV, last_seq=seq):
         shard = subjects.kv_shard(kept.subject)
-        if kept.seq > begun.get(shard, 0):
-            rebuild.take(shard, messages.KV.decode(kept.data))
+        if kept.seq <= begun.get(shard, 0):
+            continue
+        if (event := _event(kept)) is not None:
+            rebuild.take(shard, event)
     return rebuild
 
 
@@ -80,11 +82,22 @@ async def told(bus: Bus, since: float | None, until: float | None) -> Told:
     removals: list[Removal] = []
     lives: dict[tuple[str, int], Life] = {}
     async for kept in streams.read(bus, stream, subjects.ALL_KV, since=since, until=until):
-        event = messages.KV.decode(kept.data)
+        event = _event(kept)
+        if event is None:
+            continue
         lives.setdefault((event.worker, event.incarnation), Life(event.worker, event.incarnation, kept.at))
         if isinstance(event, KvEvents):
             removals += [Removal(event.worker, ns_id, kept.at) for ns_id in _emptied(event)]
     return Told(removals, list(lives.values()), await streams.first_at(bus, stream))
+
+
+def _event(kept: streams.Kept) -> KvEvents | KvDump | None:
+    """None of what a directory drops, too, and counts: it cannot be read, or speaks for another worker."""
+    try:
+        event = messages.KV.decode(kept.data)
+    except MessageInvalid:
+        return None
+    return event if kept.subject.rpartition(".")[2] == event.worker else None
 
 
 def _emptied(event: KvEvents) -> dict[str, None]:

@@ -10,7 +10,7 @@ import msgspec
 
 from ..bus import ids, messages, subjects
 from ..bus.connection import Bus
-from ..bus.errors import PrefixbusError
+from ..bus.errors import BadSubject, PrefixbusError
 from ..bus.messages import DecisionRecord, Outcome
 from . import deployment, moments, streams
 
@@ -31,11 +31,12 @@ class AgedOut(NotRecorded):
     status = 410
 
 
-class Records(msgspec.Struct, frozen=True):
-    """In the order in which they were stored."""
+class Records(msgspec.Struct, frozen=True, omit_defaults=True):
+    """In the order in which they were stored. `unreadable` are subjects under which there was something else."""
 
     decisions: list[DecisionRecord]
     outcomes: list[Outcome]
+    unreadable: list[str] = []
 
 
 @contextlib.asynccontextmanager
@@ -104,8 +105,23 @@ async def _raise_unknown(bus: Bus, name: str) -> None:
 
 
 def add(records: Records, subject: str, data: bytes) -> None:
-    """Adds what was stored under a subject of JOURNAL. :raises MessageInvalid: of another version."""
-    if subject.startswith(_DECISIONS):
-        records.decisions.append(messages.DECISION.decode(data))
-    else:
-        records.outcomes.append(messages.OUTCOME.decode(data))
+    """Adds what was stored under a subject of JOURNAL.
+
+    What cannot be read, or is about another worker or request than its subject, is named and left out: the server's
+    permissions vouch for the subject alone, and who may write one record must not spoil or forge the others."""
+    try:
+        if subject.startswith(_DECISIONS):
+            decision = messages.DECISION.decode(data)
+            _check_subject(subject, subjects.journal(decision.request_id))
+            records.decisions.append(decision)
+        else:
+            outcome = messages.OUTCOME.decode(data)
+            _check_subject(subject, subjects.outcome(outcome.worker, outcome.request_id))
+            records.outcomes.append(outcome)
+    except PrefixbusError:
+        records.unreadable.append(subject)
+
+
+def _check_subject(subject: str, expected: str) -> None:
+    if subject != expected:
+        raise BadSubject(f"a record for {expected} is under {subject}.")

@@ -12,9 +12,9 @@ from pathlib import Path
 from nats.aio.msg import Msg
 from rich.live import Live
 
-from ..bus import config, messages, subjects
+from ..bus import config, subjects
 from ..bus.connection import Bus
-from . import records, status, streams
+from . import control, records, status, streams
 from .board import WINDOW_S, Board, frame
 from .records import Records
 
@@ -48,7 +48,9 @@ async def _feed(bus: Bus, board: Board) -> None:
     """What the window holds already, and then all that comes."""
 
     async def heard_load(message: Msg) -> None:
-        board.load(messages.LOAD.decode(message.data), time.monotonic())
+        load = control.load_in(message)
+        if load is not None:
+            board.load(load, time.monotonic())
 
     async def heard_record(message: Msg) -> None:
         _take(board, message.subject, message.data)

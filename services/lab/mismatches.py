@@ -155,7 +155,9 @@ def _joined(decisions: Iterable[DecisionRecord], outcomes: Iterable[Outcome]) ->
     ended = []
     for outcome in outcomes:
         decision = by_attempt.get((outcome.request_id, outcome.attempt))
-        if decision is not None and outcome.status == "ok" and outcome.cached_tokens is not None:
+        if decision is None or outcome.worker != decision.selected_worker:
+            continue
+        if outcome.status == "ok" and outcome.cached_tokens is not None:
             starts = [0, *(end for end, _ in decision.segments)]
             segments = [(start, end, name) for start, (end, name) in zip(starts, decision.segments, strict=False)]
             ended.append(_Ended(decision, outcome, outcome.cached_tokens, segments))

@@ -102,3 +102,16 @@ async def test_a_snapshot_that_the_events_no_longer_follow_is_of_no_use(server: 
 
     with pytest.raises(AgedOut, match="no snapshot to begin with yet"):
         await past.directory_at(await server.bus("operator"), 5, 1)
+
+
+async def test_what_a_directory_dropped_is_left_out_of_the_past(server: NatsServer) -> None:
+    bridge, operator = await server.bus("worker_bridge", "w1"), await server.bus("operator")
+    forged = KvEvents(messages.VERSION, "w2", 9, 1, [Stored(NS, 0, bytes(range(24)))])
+    for data in (b"rubbish", b"", messages.KV.encode(forged)):
+        await bridge.publish_acked(subjects.kv(0, "w1"), data)
+
+    (held,) = (await past.directory_at(operator, 5, 1)).held()
+    told = await past.told(operator, None, None)
+
+    assert (held.worker, held.gpu_blocks) == ("w1", 2)
+    assert [life.worker for life in told.lives] == ["w1"]

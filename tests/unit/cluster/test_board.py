@@ -17,7 +17,14 @@ WALL = 1_700_000_000.0
 
 
 def decided(request_id: str, *, at: float = WALL, **changed: Any) -> DecisionRecord:
-    fields = {"request_id": request_id, "decided_at": at, "block_size": 32, "decision": "partial-hit", **changed}
+    fields = {
+        "request_id": request_id,
+        "decided_at": at,
+        "block_size": 32,
+        "selected_worker": "w1",
+        "decision": "partial-hit",
+        **changed,
+    }
     return record(random.Random(1), **fields)
 
 
@@ -145,3 +152,11 @@ def test_a_frame_of_nothing_is_whole() -> None:
     assert "cut off from the bus" in text
     assert "0 requests, 0 failed; 0 of 0 prompt tokens from caches (0%)" in text
     assert "decisions: none" in text
+
+
+def test_an_outcome_of_a_worker_that_was_not_chosen_is_not_the_requests() -> None:
+    view = viewed(
+        decided("mine"), ended("mine", 288, 10.0), ended("mine", 0, 9e9, worker="evil", status="error", error="forged")
+    )
+
+    assert (view.requests, view.failed, view.cached_tokens) == (1, 0, 288)

@@ -1,9 +1,14 @@
 """What a record in the bucket POLICIES means to whoever asks which policy is in force."""
 
+import math
 from pathlib import Path
 
+import msgspec
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
+from prefixbus.bus import messages
 from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.cluster import control
 from prefixbus.router.policy import Policy
@@ -81,3 +86,20 @@ def test_a_file_that_is_no_policy_is_not_put(tmp_path: Path, text: str | None) -
 
 def test_without_a_record_the_configured_one_is_told_as_such() -> None:
     assert control.PolicyInForce("prefix-aware", "default", 0).sentence() == "prefix-aware (the config's; none was set)"
+
+
+@pytest.mark.parametrize(
+    ("subject", "changed", "believed"),
+    [("pb.v1.load.w1", {}, True), ("pb.v1.load.w2", {}, False), ("pb.v1.load.w1", {"kv_usage": math.nan}, False)],
+)
+def test_a_heartbeat_is_shown_if_routers_would_believe_it(
+    subject: str, changed: dict[str, float], believed: bool
+) -> None:
+    load = messages.Load(1, "w1", 1, 1, 0, "m", "", 12.0, 3, 1, 256, 0.25, 1000, 32, False, [])
+    data = messages.LOAD.encode(msgspec.structs.replace(load, **changed))
+
+    assert (control.load_in(Msg(Client(), subject, data=data)) is not None) is believed
+
+
+def test_a_heartbeat_that_cannot_be_read_is_not_shown() -> None:
+    assert control.load_in(Msg(Client(), "pb.v1.load.w1", data=b"rubbish")) is None

@@ -15,7 +15,9 @@ from prefixbus.cluster.records import Records
 
 
 def decision(**changed: Any) -> DecisionRecord:
-    return record(random.Random(2), **{"request_id": "R1", "client_request_id": "mine", **changed})
+    return record(
+        random.Random(2), **{"request_id": "R1", "client_request_id": "mine", "selected_worker": "w2", **changed}
+    )
 
 
 def outcome(**changed: Any) -> Outcome:
@@ -140,3 +142,10 @@ def test_what_the_price_rests_on_is_told_where_it_is_not_plain() -> None:
     assert "320 tokens were to come from w7 in 12.5 ms." in text
     assert "said to hold 20 blocks, 5 of them announced and not there yet; 50% of that was believed" in text
     assert "In shadow, policy other/v2 would have chosen w3, balanced-cold." in text
+
+
+def test_an_outcome_of_a_worker_that_was_not_chosen_is_not_what_happened() -> None:
+    shown = told(decision(), outcome(), outcome(worker="evil", status="error", error="forged"))
+
+    assert "forged" not in shown
+    assert "then: ok" in shown

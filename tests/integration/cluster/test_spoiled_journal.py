@@ -1,0 +1,68 @@
+"""A bridge that writes what it likes under its own subjects of JOURNAL spoils the reading of nobody else's records."""
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.decisions import record
+from support.nats import NatsServer
+
+from prefixbus.bus import messages, subjects
+from prefixbus.bus.connection import Bus
+from prefixbus.bus.messages import Outcome
+from prefixbus.cluster import provision, records
+
+TRUE = Outcome(
+    1, "R1", "mine", 1, "w1", 1, "t", "m", "", "ok", "", "rag", "blind", 320, 0, 32, None, 1, 0.0, 9.0, 1, 1.0
+)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """With a request of w1, its decision and its outcome."""
+    async with NatsServer(tmp_path, workers=["w1", "evil"]) as running:
+        await provision.provision((await running.bus("deploy")).jetstream)
+        decision = record(random.Random(1), request_id="R1", client_request_id="mine")
+        router, bridge = await running.bus("router"), await running.bus("worker_bridge", "w1")
+        await router.publish_acked(subjects.journal("R1"), messages.DECISION.encode(decision))
+        await bridge.publish_acked(subjects.outcome("w1", "R1"), messages.OUTCOME.encode(TRUE))
+        yield running
+
+
+@pytest.fixture
+async def operator(server: NatsServer) -> Bus:
+    return await server.bus("operator")
+
+
+async def written(server: NatsServer, data: bytes) -> None:
+    evil = await server.bus("worker_bridge", "evil")
+    await evil.publish_acked(subjects.outcome("evil", "R1"), data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00\xff",
+        b"{}",
+        b'{"v": 2}',
+        b"[" * 100_000,
+        messages.OUTCOME.encode(msgspec.structs.replace(TRUE, status="error", error="forged")),
+        messages.OUTCOME.encode(msgspec.structs.replace(TRUE, worker="evil", request_id="R2")),
+    ],
+    ids=["nothing", "bytes", "no fields", "a later version", "deep", "of another worker", "of another request"],
+)
+async def test_what_is_no_outcome_of_its_subject_is_named_and_left_out(
+    server: NatsServer, operator: Bus, data: bytes
+) -> None:
+    await written(server, data)
+
+    everything = await records.between(operator)
+    of_one, _ = await records.of_request(operator, "R1")
+
+    for found in (everything, of_one):
+        assert [one.request_id for one in found.decisions] == ["R1"]
+        assert found.outcomes == [TRUE]
+        assert found.unreadable == [subjects.outcome("evil", "R1")]
