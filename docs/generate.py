@@ -23,7 +23,7 @@ from prefixbus.bus.runtime import Runtime
 from prefixbus.directory import metrics as directory
 from prefixbus.router import metrics as router
 from prefixbus.router.fleet import Fleet
-from prefixbus.tokenizer import service as tokenizer
+from prefixbus.tokenizer import metrics as tokenizer
 from prefixbus.worker_bridge import metrics as bridge
 from prefixbus.worker_bridge.evictions import Evictions
 

@@ -4,7 +4,7 @@
 A message whose reply does not lie in its tenant's inbox gets no answer at all. Every other request gets exactly one
 ending frame from here, or goes on to the router, which answers for it from then on.
 
-Owns: subscriptions, work in hand, metrics.   Must not know: how tokens are made."""
+Owns: subscriptions, work in hand.   Must not know: how tokens are made."""
 
 import functools
 import gc
@@ -18,7 +18,6 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 from nats.aio.msg import Msg
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..bus import blockkeys, frames, identity, ids, namespace, subjects
 from ..bus.config import ModelSection
@@ -43,6 +42,7 @@ from . import digests, intake
 from .cancels import Turnstile
 from .classify import AnswerLengths, prefix_class
 from .memo import Memo
+from .metrics import Metrics
 from .model import TokenizerModel
 from .work import ENCODE_INLINE_CHARS, SMALL_BYTES, Draft, Tokens, Workshop, is_small
 
@@ -76,61 +76,6 @@ class Loaded(msgspec.Struct, frozen=True):
     identity: identity.ModelIdentity
     serves: str
     route_subject: str
-
-
-class Metrics:
-    """Labels are bounded: error codes, and names of configured models."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "prefixbus_tokenizer_requests",
-            "Requests by result (ok, an error code, no_reply).",
-            ["code"],
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "prefixbus_tokenizer_seconds",
-            "From arrival to the router, waiting included.",
-            buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "prefixbus_tokenizer_tokens", "Prompt tokens by source (memo, encoded).", ["source"], registry=registry
-        )
-        self.covered = Counter(
-            "prefixbus_tokenizer_covered", "Requests whose texts held special tokens, kept as text.", registry=registry
-        )
-        self.model_state = Gauge(
-            "prefixbus_tokenizer_model_state",
-            "0 cannot be loaded, 1 prompts are encoded whole (no memo), 2 by special tokens, 3 in pieces.",
-            ["model"],
-            registry=registry,
-        )
-        self.clocked_template = Gauge(
-            "prefixbus_tokenizer_clocked_template",
-            "1 if the model's chat template prints the current time, which spoils reuse.",
-            ["model"],
-            registry=registry,
-        )
-        self.in_work = Gauge("prefixbus_tokenizer_in_work", "Requests in work.", registry=registry)
-        self.facts_lost = Counter(
-            "prefixbus_tokenizer_facts_lost", "Forged replies that are not on the record.", registry=registry
-        )
-        self.cancels = Counter(
-            "prefixbus_tokenizer_cancels",
-            "Tenants' cancels (passed, malformed, lost: too many of one tenant, or no bus).",
-            ["result"],
-            registry=registry,
-        )
-        self.captures_lost = Counter(
-            "prefixbus_tokenizer_captures_lost",
-            "Requests that should have been captured and were not.",
-            registry=registry,
-        )
-        self.ok = self.requests.labels("ok")
-        self.from_memo = self.tokens.labels("memo")
-        self.encoded = self.tokens.labels("encoded")
-        self.memo_bytes = Gauge("prefixbus_tokenizer_memo_bytes", "Bytes of remembered ids.", registry=registry)
 
 
 class _InHand:
@@ -492,7 +437,8 @@ class Tokenizer:
             raise Unavailable(
                 f"The tokenizer of {name!r} cannot be loaded.",
                 field="model",
-                remedy="Use another model until the operator has mended it; the tokenizer's /readyz says what is wrong.",
+                remedy="Use another model until the operator has mended it; the tokenizer's /readyz says what is "
+                "wrong.",
             )
         known = ", ".join(sorted(self._models)) or "none"
         raise UnknownModel(f"{name[:80]!r} is not served.", field="model", remedy=f"Served are: {known}.")

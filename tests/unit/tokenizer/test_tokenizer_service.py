@@ -24,6 +24,7 @@ from prefixbus.bus.messages import CAPTURED, FACT, JOB, OUTCOME, ROUTE, VERSION,
 from prefixbus.bus.runtime import Runtime
 from prefixbus.tokenizer import digests, intake, render, service
 from prefixbus.tokenizer.cancels import PASSED_PER_TURN
+from prefixbus.tokenizer.metrics import Metrics
 from prefixbus.tokenizer.model import TokenizerModel
 from prefixbus.tokenizer.segments import Segmenter
 from prefixbus.tokenizer.sentinels import Shield
@@ -184,7 +185,7 @@ async def running(
     loaded = await asyncio.to_thread(service.load_model, "tiny/1", section, tmp_path)
     if tokenizer is not None:
         loaded = msgspec.structs.replace(loaded, tokenizer=tokenizer)
-    served = Tokenizer(rt, {"tiny/1": loaded}, {"broken": "its files are gone"}, service.Metrics(rt.registry))
+    served = Tokenizer(rt, {"tiny/1": loaded}, {"broken": "its files are gone"}, Metrics(rt.registry))
     task = asyncio.create_task(served.run())
     await bus.until(lambda: subjects.ALL_INFER in bus.callbacks)
     try:
