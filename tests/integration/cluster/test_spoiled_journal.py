@@ -60,7 +60,7 @@ async def test_what_is_no_outcome_of_its_subject_is_named_and_left_out(
     await written(server, data)
 
     everything = await records.between(operator)
-    of_one, _ = await records.of_request(operator, "R1")
+    of_one, _ = await records.of_request(operator, "mine")
 
     for found in (everything, of_one):
         assert [one.request_id for one in found.decisions] == ["R1"]
