@@ -29,6 +29,8 @@ _WAITS = (0.75, 1.25)
 _DUE = 0.5
 # Where nothing happens the same is not written again before it has this age; the bucket keeps it for two hours.
 _REFRESHED_S = 1800.0
+# What the clocks of two replicas may be apart.
+_CLOCKS_DIFFER_S = 60.0
 # Bytes of pieces made without a pause: 2048 keys, about 0.6 ms.
 _SLICE_BYTES = 16 * 1024
 # One that is replaced twice while it is read is not there any more: the next one is.
@@ -98,12 +100,15 @@ class Shelf:
         stream = await self._rt.bus.stream_state(subjects.STREAM_KV_EVENTS)
         newest = await self._newest()
         now = self._rt.clock.wall()
-        if newest is not None and newest.metadata.get("stream") == stream.made:
-            taken_at = float(newest.metadata.get("taken_at", 0))
-            theirs, ours = int(newest.metadata.get("stream_seq", 0)), self._applied()
-            is_recent = now - taken_at < (_REFRESHED_S if theirs == ours else self._every_s * _DUE)
-            # One that is behind does not undo what another has done.
-            if is_recent or theirs > ours:
+        said = _said(newest, stream.made)
+        if newest is not None and said is not None:
+            taken_at, theirs = said
+            ours = self._applied()
+            age_s = now - taken_at
+            # One from the future is as old as it likes: somebody's clock was wrong.
+            is_recent = -_CLOCKS_DIFFER_S <= age_s < (_REFRESHED_S if theirs == ours else self._every_s * _DUE)
+            # One that is behind does not undo what another has done; what the stream never had, nobody has.
+            if is_recent or ours < theirs <= stream.last_seq:
                 self._taken_at, self._bytes = taken_at, newest.size
                 return
         header = Header(self._shard, self._shards, stream.made, self._applied(), now)
@@ -155,3 +160,14 @@ class Shelf:
 
     def _age_s(self) -> float:
         return self._rt.clock.wall() - self._taken_at if self._taken_at else -1.0
+
+
+def _said(newest: Object | None, stream: str) -> tuple[float, int] | None:
+    """When it was taken, and after which event of this life of the stream; None if that is nowhere to be read."""
+    if newest is None or newest.metadata.get("stream") != stream:
+        return None
+    try:
+        return float(newest.metadata["taken_at"]), int(newest.metadata["stream_seq"])
+    except (KeyError, ValueError):
+        # As another version may write it.
+        return None

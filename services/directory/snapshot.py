@@ -68,6 +68,11 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag=2):
     ns_id: bytes
     keys: bytes
 
+    def __post_init__(self) -> None:
+        """As `Stored`, which it becomes; called by the decoder, which turns the error into a SnapshotUnusable."""
+        if len(self.keys) % 8:
+            raise ValueError("keys are not whole u64s")
+
 
 class Voided(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """What was said of the worker named last does not count."""

@@ -161,3 +161,39 @@ async def test_bytes_that_are_no_snapshot_are_not_believed_and_are_replaced(worl
     assert starter.value("snapshot_failures_total", of="read") == 1
     await one.shelf.write_if_due()
     assert await starter.load() == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"taken_at": "yesterday"},
+        {"stream_seq": "many"},
+        {"taken_at": "4102444800.0"},
+        {"taken_at": "nan"},
+        {"taken_at": "inf"},
+        {"stream_seq": "1" + "0" * 30},
+    ],
+    ids=str,
+)
+async def test_what_is_said_of_a_snapshot_keeps_no_replica_from_writing_for_ever(
+    world: World, said: dict[str, str]
+) -> None:
+    """A word that was no number ended the process; a time to come, of a clock that was wrong, stood for 75 years."""
+    replica = await world.replica("d1")
+    await world.event(replica)
+    await replica.shelf.write_if_due()
+    store = Objects(replica.rt.bus, subjects.BUCKET_DIRECTORY)
+    found = await store.find("shard-0-of-1")
+    assert found is not None
+    whole, about = bytes(await store.read(found.object)), found.object.metadata
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield whole
+
+    await store.write("shard-0-of-1", pieces(), {**about, **said} if said else {"stream": about["stream"]})
+    world.passes(2 * EVERY_S)
+    await world.event(replica)
+    await replica.shelf.write_if_due()
+
+    assert replica.value("snapshots_total") == 2

@@ -428,3 +428,16 @@ def test_the_end_says_how_many_were_left_out() -> None:
     *_, last = snapshot._payloads(taken(busy_replica()))
 
     assert snapshot._decoded(last) == End(workers=2, left_out=1)
+
+
+def test_frames_with_good_checks_that_make_no_sense_are_refused_as_such() -> None:
+    """Whoever loads one says so and goes on without; anything else would end it, and the next one after it."""
+    good = snapshot._encode(snapshot.Keys(0, NS, bytes(8)))
+    payload = good.replace(b"\xc4\x08" + bytes(8), b"\xc4\x07" + bytes(7))
+    assert payload != good
+    check = snapshot._check(payload, 0)
+    data = snapshot._first_bytes + len(payload).to_bytes(4, "little") + check.to_bytes(4, "little") + payload
+
+    with pytest.raises(SnapshotUnusable, match="whole u64s"):
+        for _ in snapshot.restore(data, Replica().ledger, 0.0):
+            pass
