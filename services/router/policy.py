@@ -47,7 +47,8 @@ _BY_WARMTH: dict[Warmth, str] = {
     "cold": "balanced-cold",
 }
 
-_Ms = Annotated[float, Meta(ge=0)]
+# Beyond it sums are infinite or nothing of a term is left in them, and no JSON has a word for that.
+_Ms = Annotated[float, Meta(ge=0, le=NO_LIMIT_MS)]
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -55,7 +56,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     name: str = "prefix-aware"
     # Whoever changes a weight names the result; decisions and metrics speak of it.
-    version: str = "default"
+    version: Annotated[str, Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = "default"
     # Per ms of prefill: what creating KV costs those whose KV it evicts.
     new_kv_price: Annotated[float, Meta(ge=0, le=10)] = 0.3
     # Keeps a prefix that many sessions share from gathering them all; over 100 it costs reuse. Given only where

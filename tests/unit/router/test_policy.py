@@ -499,6 +499,10 @@ def test_the_defaults_survive_json() -> None:
         pytest.param('{"least_loaded": 0}', id="no candidates"),
         pytest.param('{"margin_ms": 1e999}', id="infinite"),
         pytest.param('{"name": "\xff"}', id="not utf-8"),
+        pytest.param('{"kv_turnover_ms": 1.7e308}', id="nothing is left of other terms"),
+        pytest.param('{"home_bonus_ms": 1.7e308}', id="sums are infinite"),
+        pytest.param('{"version": "%s"}' % ("v" * 65), id="a version of a megabyte in each record"),
+        pytest.param('{"version": "\\u001b[31m"}', id="a version that commands a terminal"),
     ],
 )
 def test_an_invalid_policy_is_refused_in_words(text: str) -> None:
