@@ -21,10 +21,9 @@ from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, R
 from ..router.recent import Recent
 from ..router.shortlist import Shortlist, shortlist
 from ..router.traffic import Traffic
-from .setup import Choose, Setup
+from .setup import INCARNATION, MODEL, SERVES, Choose, Setup
 from .timeline import Timeline
 from .wires import Wires
-from .worker import INCARNATION, MODEL, SERVES
 from .workload import Arrival, ns_of
 
 # As in router/dispatching.py and the config's defaults.

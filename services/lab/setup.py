@@ -15,6 +15,11 @@ from ..router.policy import Candidate, Policy, RequestShape
 Choose = Callable[[RequestShape, list[Candidate], float], str]
 """A rule to compare with: the worker it chooses among all, at a time in seconds."""
 
+# Each worker has one life, and all serve one model.
+INCARNATION = 1
+MODEL = "lab"
+SERVES = "lab"
+
 _Seconds = Annotated[float, Meta(ge=0)]
 
 

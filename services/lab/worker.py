@@ -13,11 +13,9 @@ from collections.abc import Callable
 from ..bus.blockkeys import common_blocks, reusable_blocks
 from ..bus.messages import (
     VERSION,
-    WARM,
     Accept,
     Cleared,
     Dispatch,
-    Dispatched,
     KvDump,
     KvEvents,
     Load,
@@ -26,20 +24,16 @@ from ..bus.messages import (
     Stored,
     WarmOrder,
 )
-from ..directory.placement import PlacementRules
 from ..engine_sim.core import DoesNotFit, EngineCore, StepResult
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
 from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Ticket
-from .setup import Setup
+from .setup import INCARNATION, MODEL, SERVES, Setup
 from .timeline import Timeline
+from .warming import Warming
 from .wires import Prefix, Wires
 from .workload import Arrival, ns_of
-
-INCARNATION = 1
-MODEL = "lab"
-SERVES = "lab"
 
 
 class _Running:
@@ -84,7 +78,6 @@ class Worker:
         reserved_slots = int(setup.slots * setup.cold_reserve)
         self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
         self.admission.incarnation = INCARNATION
-        self.accepted_count = 0
         self.refused_count = 0
         self.given_back_count = 0
         self._timeline = timeline
@@ -145,7 +138,6 @@ class Worker:
             self.refused_count += 1
             return
         self.warming.give_up()
-        self.accepted_count += 1
         self._accepted.append(dispatch.request_id)
         nonce = int.from_bytes(dispatch.request_id.encode()[-8:], "little")
         request = Request(
@@ -163,8 +155,7 @@ class Worker:
         if ticket.has_turn:
             self._interrupt()
             self._submit(running)
-            if not self._in_step:
-                self._go()
+            self.go_on()
         self._load_changed()
 
     def hear_cancel(self, tenant: str, request_id: str) -> None:
@@ -179,8 +170,7 @@ class Worker:
                 # Its last token is in the step under way.
                 return
         self._end(running, "cancelled", "cancelled")
-        if not self._in_step and self._run_since is None:
-            self._go()
+        self.go_on()
 
     def _answer(
         self, dispatch: Dispatch, reply: Callable[[Accept], None], refused: str, queue_ms: float, held_blocks: int
@@ -200,8 +190,7 @@ class Worker:
         self._answer(running.dispatch, running.reply, WAITED, self.admission.queue_ms(now), ticket.held_blocks)
         self._load_changed()
         self._give_turns()
-        if not self._in_step and self._run_since is None:
-            self._go()
+        self.go_on()
 
     def _held_blocks(self, keys: list[int], prompt_tokens: int) -> int:
         reusable = reusable_blocks(prompt_tokens, self._block_size)
@@ -443,114 +432,6 @@ class Worker:
         )
         self._on_end(outcome, request)
         self._wires.outcome(outcome)
-
-
-class Warming:
-    """What worker_bridge/warming.py does live: one order at a time, in steps, given up for any request."""
-
-    def __init__(self, worker: Worker, setup: Setup) -> None:
-        rules = setup.placement or PlacementRules()
-        self.request: Request | None = None
-        self.done_count = 0
-        self.given_up_count = 0
-        self._worker = worker
-        self._running_max = int(rules.idle_share * setup.slots)
-        self._step_blocks = max(1, setup.warm_step_tokens // worker.block_size)
-        self._tenant = ""
-        self._keys: list[int] = []
-        self._ns_id = b""
-        self._upto = 0
-        self._number = 0
-
-    def offer(self, order: WarmOrder, prefix: Prefix) -> None:
-        worker = self._worker
-        keys = memoryview(prefix.keys).cast("Q").tolist()
-        held_blocks = len(worker.core.pool.lookup(keys, len(keys)))
-        admission = worker.admission
-        if self.request is not None or held_blocks >= len(keys):
-            return
-        if admission.waiting or admission.running > self._running_max:
-            return
-        self._number += 1
-        self._tenant, self._keys, self._ns_id = prefix.tenant, keys, order.ns_id
-        self._upto = held_blocks
-        announced = Dispatched(
-            v=VERSION,
-            request_id=self._name,
-            attempt=1,
-            router="",
-            worker=worker.name,
-            incarnation=INCARNATION,
-            prefill_ms=0.0,
-            ns_id=order.ns_id,
-            keys=prefix.keys,
-            expires_at=worker.now + 60.0,
-            is_warming=True,
-        )
-        worker.wires.order_taken(announced)
-        self._next()
-        worker.go_on()
-
-    def step_ended(self) -> None:
-        self.request = None
-        if self._upto < len(self._keys):
-            self._next()
-        else:
-            self.done_count += 1
-            self._end("ok")
-
-    def give_up(self) -> None:
-        if self.request is not None:
-            self._worker.abort(self.request)
-            self.request = None
-            self.given_up_count += 1
-            self._end("cancelled")
-
-    @property
-    def _name(self) -> str:
-        return f"warm-{self._worker.name}-{self._number}"
-
-    def _next(self) -> None:
-        worker = self._worker
-        self._upto = min(self._upto + self._step_blocks, len(self._keys))
-        self.request = Request(
-            f"{self._name}-{self._upto}",
-            VirtualSequence(self._upto * worker.block_size, self._keys[: self._upto], self._number),
-            1,
-            ignore_eos=True,
-            namespace=EngineNamespace(salt=self._tenant),
-            now_ms=worker.now * 1000,
-        )
-        worker.start(self.request)
-
-    def _end(self, status: str) -> None:
-        worker = self._worker
-        tokens = len(self._keys) * worker.block_size
-        outcome = Outcome(
-            v=VERSION,
-            request_id=self._name,
-            client_request_id="",
-            attempt=1,
-            worker=worker.name,
-            incarnation=INCARNATION,
-            tenant=self._tenant,
-            model=MODEL,
-            ns_id=self._ns_id.hex(),
-            status=status,
-            error="" if status == "ok" else status,
-            prefix_class="",
-            decision=WARM,
-            prompt_tokens=tokens,
-            predicted_tokens=0,
-            cached_tokens=None,
-            prefill_tokens=None,
-            output_tokens=0,
-            queue_wait_ms=None,
-            ttft_ms=None,
-            total_ms=0.0,
-            ended_at=worker.now,
-        )
-        worker.wires.order_ended(outcome)
 
 
 def _packed(keys: list[int]) -> bytes:
