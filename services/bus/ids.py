@@ -5,6 +5,8 @@ base 32. Ids of one millisecond are not ordered among themselves; nothing here n
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 ENTROPY_BYTES = 10
+# The end of an id tells requests apart, its beginning says when they came: people are shown this much of the end.
+SHOWN = 8
 
 
 def request_id(wall: float, entropy: bytes) -> str:

@@ -341,6 +341,9 @@ class ControlReply(msgspec.Struct, frozen=True, array_like=True):
 class Outcome(msgspec.Struct, frozen=True):
     """How an attempt ended (JSON, `pb.v1.outcome.<worker>.<request id>`).
 
+    Or how a router ended a request itself (`pb.v1.ended.<request id>`): then `worker` is the last that was tried, if
+    any, and nothing was measured but `total_ms`, from the request's arrival there.
+
     `status` is ok, error or cancelled; `error` a stable code. `cached_tokens` is the engine's own count, null when it
     gave none. `prefill_tokens` is what it had to compute. Times are measured at the bridge, from acceptance.
     `traceparent` is the client's trace (W3C Trace Context), empty if it named none."""

@@ -13,6 +13,7 @@
     pb.v1.warm                               directory -> routers: a worker should have this prefix
     pb.v1.outcome.<worker>.<request id>      bridge -> routers, directory: it ended   (stream JOURNAL)
     pb.v1.journal.<request id>               router: the decision, and why            (stream JOURNAL)
+    pb.v1.ended.<request id>                 router: it ended it, as an outcome       (stream JOURNAL)
     pb.v1.audit.<service>.<id>               facts for the record                     (stream AUDIT)
     pb.v1.claim.<request id>                 bridge: this attempt's answer goes out    (stream CLAIMS)
     pb.v1.capture.<tenant>.<request id>      tokenizer: a request as its tenant sent it (stream CAPTURE)
@@ -206,8 +207,17 @@ def outcome(worker: str, request_id: str) -> str:
     return f"{PREFIX}.outcome.{worker}.{request_id}"
 
 
+def outcome_id(request_id: str, attempt: int) -> str:
+    """The message id of an attempt's outcome, by its bridge or by a router: the stream keeps the first."""
+    return f"outcome-{request_id}-{attempt}"
+
+
 def journal(request_id: str) -> str:
     return f"{PREFIX}.journal.{request_id}"
+
+
+def ended(request_id: str) -> str:
+    return f"{PREFIX}.ended.{request_id}"
 
 
 def audit(service: str, instance: str) -> str:
@@ -230,6 +240,7 @@ ALL_CANCELLED = f"{PREFIX}.cancelled.*.*"
 ALL_ROUTE = f"{PREFIX}.route.*"
 ALL_LOAD = f"{PREFIX}.load.*"
 ALL_OUTCOME = f"{PREFIX}.outcome.*.*"
+ALL_ENDED = f"{PREFIX}.ended.*"
 ALL_KV = f"{PREFIX}.kv.*.*"
 
 

@@ -27,7 +27,10 @@ def story(records: Records, others: Sequence[str]) -> Iterator[RenderableType]:
     """Everything for people; `others` are requests that had the same client's id."""
     decisions = sorted(records.decisions, key=lambda decision: decision.attempt)
     outcomes = {(outcome.attempt, outcome.worker): outcome for outcome in records.outcomes}
-    yield from _request(decisions[0])
+    if decisions:
+        yield from _request(decisions[0])
+    elif records.outcomes:
+        yield from _undecided(records.outcomes[-1])
     if others:
         yield f"Requests before it had the same label: {', '.join(others[-3:])}{' ...' if len(others) > 3 else ''}."
     for position, decision in enumerate(decisions):
@@ -78,6 +81,17 @@ def _request(decision: DecisionRecord) -> Iterator[str]:
         yield f"Its home was {decision.home}."
 
 
+def _undecided(outcome: Outcome) -> Iterator[str]:
+    label = f", label {outcome.client_request_id}" if outcome.client_request_id != outcome.request_id else ""
+    why = "its decisions are not in the journal" if outcome.worker else "no worker was chosen"
+    yield f"request {outcome.request_id}{label}, of tenant {outcome.tenant}, for {outcome.model}"
+    yield f"{outcome.prompt_tokens} prompt tokens ({outcome.prefix_class}); {why}"
+    yield (
+        f"then: {outcome.status} ({outcome.error}), said by the router {moments.show(outcome.ended_at)}, "
+        f"{_ms(outcome.total_ms)} after it came"
+    )
+
+
 def _choice(decision: DecisionRecord) -> Iterator[str]:
     meaning = DECISIONS.get(decision.decision, "")
     yield (
@@ -111,6 +125,9 @@ def _happened(decision: DecisionRecord, outcome: Outcome | None, *, is_last: boo
         return
     why = f" ({outcome.error})" if outcome.error else ""
     yield f"then: {outcome.status}{why} on {outcome.worker}, {_ms(outcome.total_ms)} in all"
+    if outcome.queue_wait_ms is None and outcome.ttft_ms is None and outcome.cached_tokens is None:
+        yield "  nothing of it was measured: its worker did not report, or the router ended it"
+        return
     yield f"  waited {_ms(outcome.queue_wait_ms)}, first token after {_ms(outcome.ttft_ms)}"
     predicted = decision.predicted_cached_tokens
     if outcome.cached_tokens is None:

@@ -200,6 +200,7 @@ def _router() -> Access:
             subjects.control("*", "status"),
             subjects.DISPATCHED,
             subjects.journal("*"),
+            subjects.ALL_ENDED,  # heard by nobody: what routers end teaches nothing about workers
             _TENANT_INBOXES,  # error frames
             "_SVC.operator.>",
         ),

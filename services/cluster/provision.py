@@ -56,7 +56,7 @@ def stream_configs(capture: CaptureSection = NO_CAPTURE) -> tuple[StreamConfig, 
         StreamConfig(
             name=subjects.STREAM_JOURNAL,
             description="Decisions and outcomes.",
-            subjects=[f"{subjects.PREFIX}.journal.*", subjects.ALL_OUTCOME],
+            subjects=[f"{subjects.PREFIX}.journal.*", subjects.ALL_OUTCOME, subjects.ALL_ENDED],
             # About 5 KB a request, less when compressed: some 200k requests, and a week for whoever asks why.
             max_bytes=1024 * _MIB,
             max_age=7 * _DAY,

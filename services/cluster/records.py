@@ -1,6 +1,6 @@
 """Decisions and outcomes out of JOURNAL, read with the operator's key.
 
-Owns: how a request is found by either of its names.   Must not know: terminals, what records mean."""
+Owns: how a request is found by its names.   Must not know: terminals, what records mean."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -15,10 +15,11 @@ from ..bus.messages import DecisionRecord, Outcome
 from . import deployment, moments, streams
 
 _DECISIONS = f"{subjects.PREFIX}.journal."
+_ENDED = f"{subjects.PREFIX}.ended."
 
 
 class NotRecorded(PrefixbusError):
-    """The journal has no decision of this request."""
+    """The journal has nothing of this request."""
 
     code = "not_recorded"
     status = 404
@@ -58,8 +59,8 @@ async def between(bus: Bus, since: float | None = None, until: float | None = No
 
 
 async def of_request(bus: Bus, name: str) -> tuple[Records, list[str]]:
-    """All attempts of a request by our id or the client's, and the ids of others that had the same client's id: of
-    these the latest is meant.
+    """All attempts of a request by our id, its end as `prefixbus top` shows it, or the client's id; and the ids of
+    others that are called the same: of these the latest is meant.
 
     :raises NotRecorded: there is none.   :raises AgedOut: there is none any more.   :raises BadSubject: no id."""
     request_ids = await _called(bus, subjects.token(name, "REQUEST_ID"))
@@ -67,26 +68,33 @@ async def of_request(bus: Bus, name: str) -> tuple[Records, list[str]]:
         await _raise_unknown(bus, name)
     request_id = request_ids[-1]
     found = Records([], [])
-    for subject in (subjects.journal(request_id), subjects.outcome("*", request_id)):
+    for subject in (subjects.journal(request_id), subjects.outcome("*", request_id), subjects.ended(request_id)):
         async for kept in streams.read(bus, subjects.STREAM_JOURNAL, subject):
             add(found, kept.subject, kept.data)
     return found, request_ids[:-1]
 
 
 async def _called(bus: Bus, name: str) -> list[str]:
-    """Our ids of the requests that are called so by us or by their clients, in the order of their decisions."""
+    """Our ids of the requests that are called so by us, in short by us or by their clients, in the order of their
+    first records."""
     if ids.made_at(name) is not None:
-        by_subject = streams.read(bus, subjects.STREAM_JOURNAL, subjects.journal(name))
-        if [kept async for kept in by_subject]:
-            return [name]
+        for subject in (subjects.journal(name), subjects.ended(name)):
+            if [kept async for kept in streams.read(bus, subjects.STREAM_JOURNAL, subject)]:
+                return [name]
     # Clients' ids are in no subject: the whole journal is looked through, and only what may match is decoded.
-    found: dict[str, None] = {}
-    async for kept in streams.read(bus, subjects.STREAM_JOURNAL, subjects.journal("*")):
-        if name.encode() in kept.data:
-            decision = messages.DECISION.decode(kept.data)
-            if decision.client_request_id == name:
-                found[decision.request_id] = None
-    return list(found)
+    found: dict[str, int] = {}
+    for subject in (subjects.journal("*"), subjects.ALL_ENDED):
+        async for kept in streams.read(bus, subjects.STREAM_JOURNAL, subject):
+            if name.encode() not in kept.data:
+                continue
+            read = Records([], [])
+            add(read, kept.subject, kept.data)
+            names = [(one.request_id, one.client_request_id) for one in read.decisions]
+            names += [(one.request_id, one.client_request_id) for one in read.outcomes]
+            for request_id, label in names:
+                if name in (label, request_id[-ids.SHOWN :]):
+                    found.setdefault(request_id, kept.seq)
+    return sorted(found, key=lambda request_id: found[request_id])
 
 
 async def _raise_unknown(bus: Bus, name: str) -> None:
@@ -99,8 +107,8 @@ async def _raise_unknown(bus: Bus, name: str) -> None:
         )
     begins = f", which begins at {moments.show(first)}" if first is not None else ", which is empty"
     raise NotRecorded(
-        f"no decision of {name} is in the journal{begins}.",
-        remedy="Requests that were refused before a worker was chosen have none.",
+        f"nothing of {name} is in the journal{begins}.",
+        remedy="Requests that were refused before they came to a router have no record.",
     )
 
 
@@ -116,7 +124,9 @@ def add(records: Records, subject: str, data: bytes) -> None:
             records.decisions.append(decision)
         else:
             outcome = messages.OUTCOME.decode(data)
-            _check_subject(subject, subjects.outcome(outcome.worker, outcome.request_id))
+            own = subject.startswith(_ENDED)
+            request_id = outcome.request_id
+            _check_subject(subject, subjects.ended(request_id) if own else subjects.outcome(outcome.worker, request_id))
             records.outcomes.append(outcome)
     except PrefixbusError:
         records.unreadable.append(subject)

@@ -126,10 +126,10 @@ async def _send(client: Client, request: Captured) -> None:
 
 async def _outcome_of(operator: Bus, request_id: str) -> Outcome | None:
     """The outcome of its last attempt; None if it aged out or there never was one."""
-    subject = subjects.outcome("*", request_id)
     found = records.Records([], [])
-    async for kept in streams.read(operator, subjects.STREAM_JOURNAL, subject):
-        records.add(found, kept.subject, kept.data)
+    for subject in (subjects.outcome("*", request_id), subjects.ended(request_id)):
+        async for kept in streams.read(operator, subjects.STREAM_JOURNAL, subject):
+            records.add(found, kept.subject, kept.data)
     return max(found.outcomes, key=_by_attempt, default=None)
 
 

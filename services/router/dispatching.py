@@ -39,6 +39,7 @@ from ..bus.messages import (
     HOLDINGS,
     JOB,
     LOOKUP,
+    OUTCOME,
     VERSION,
     WARM,
     Abort,
@@ -48,6 +49,7 @@ from ..bus.messages import (
     Dispatched,
     Holdings,
     Lookup,
+    MessageInvalid,
     Outcome,
     Route,
     ShadowRecord,
@@ -127,7 +129,7 @@ class Desk:
         self.metrics = Metrics(rt.registry, rt.config.models)
         self.warming = Warming(rt, self.fleet, self.metrics)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
-        self.records = Outbox(rt.bus, rt.task_group, self._not_recorded)
+        self.records = Outbox(rt.bus, rt.task_group, self.not_recorded)
         self.journal_key = journal_key
         self.ordinals = itertools.count()
         self.in_hand: dict[str, Request] = {}
@@ -212,12 +214,16 @@ class Desk:
         if outcome.decision == WARM:
             self.warming.outcome(outcome)
             return
+        request = self.in_hand.get(outcome.request_id)
+        if request is not None and not request.attempts.was_sent(outcome.attempt, outcome.worker):
+            # A bridge that had an earlier attempt knows the request's id, and may say what it likes of later ones.
+            self.metrics.foreign_answers.inc()
+            return
         now = self.clock.now()
         around = self.fleet.surroundings(outcome.request_id, outcome.attempt, outcome.worker, outcome.ttft_ms)
         if around is not None:
             self.metrics.prefill_samples.labels(self.learner.hear(outcome, around, now)).inc()
         self.fleet.settle(outcome.request_id, outcome.attempt, now)
-        request = self.in_hand.get(outcome.request_id)
         if request is not None:
             request.post(functools.partial(request.hear_outcome, outcome))
 
@@ -259,9 +265,9 @@ class Desk:
         with contextlib.suppress(BusUnavailable):
             self.bus.send(subjects.control(worker, "abort"), payload, reply=reply)
 
-    def _not_recorded(self, error: PrefixbusError, subject: str) -> None:
+    def not_recorded(self, error: PrefixbusError, subject: str) -> None:
         self.metrics.journal_lost.inc()
-        self.rt.caught(error, "a decision is not recorded", subject=subject)
+        self.rt.caught(error, "a decision or an end is not recorded", subject=subject)
 
     def idle(self) -> list[str]:
         """What is left when all requests have ended: nothing, or the books do not balance."""
@@ -275,6 +281,7 @@ class Request:
         self.attempts = Attempts(desk.settings.max_attempts, patience_s=desk.settings.lost_after_s)
         self._desk = desk
         self._route = route
+        self._came_at = desk.clock.now()
         self._mailbox: deque[Callable[[], Effects]] = deque()
         self._mail = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -456,7 +463,8 @@ class Request:
                 case Effect.RELEASE:
                     self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, self._desk.clock.now())
                 case Effect.ANSWER:
-                    await self._answer()
+                    error = self._answer()
+                    self._desk.records.put(*self._record_of_end(error))
                 case Effect.ABORT_STALE:
                     if self._stale is not None:
                         self._desk.abort(self._stale.worker, self._stale.request_id, self._stale.attempt)
@@ -717,8 +725,8 @@ class Request:
         with contextlib.suppress(BusUnavailable):
             self._desk.bus.send(subjects.DISPATCHED, DISPATCHED.encode(announced))
 
-    async def _answer(self) -> None:
-        """The final frame, with the error the request ends with."""
+    def _answer(self) -> PrefixbusError:
+        """The final frame; returns the error the request ends with."""
         error = self.attempts.error or PrefixbusError()
         self._code = error.code
         self._desk.remember_answered(self._route.request_id)
@@ -733,6 +741,28 @@ class Request:
             self._desk.bus.send(self._route.reply, b"", headers=headers)
         except BusUnavailable as exc:
             self._desk.rt.caught(exc, "an answer could not be sent", request_id=self._route.request_id)
+        return error
+
+    def _record_of_end(self, error: PrefixbusError) -> tuple[str, bytes, str]:
+        """Subject, outcome and message id. A bridge that was taken for lost and ended this very attempt, too, has used
+        the same id: the journal keeps the first."""
+        route, desk = self._route, self._desk
+        # The job of an answer that had begun is gone.
+        traceparent = ""
+        if route.job:
+            with contextlib.suppress(MessageInvalid):
+                traceparent = JOB.decode(route.job).traceparent
+        outcome = journal.ending(
+            route,
+            self.attempts,
+            self._decision,
+            error,
+            total_ms=1000 * (desk.clock.now() - self._came_at),
+            ended_at=desk.clock.wall(),
+            traceparent=traceparent,
+        )
+        msg_id = subjects.outcome_id(route.request_id, outcome.attempt)
+        return subjects.ended(route.request_id), OUTCOME.encode(outcome), msg_id
 
     async def _let_go(self) -> None:
         """The request's task is being cancelled, or failed: nobody waits in vain, and nobody counts on what will not
@@ -746,7 +776,12 @@ class Request:
             if attempts.state in (State.OFFERED, State.WITHDRAWING):
                 self._desk.abort(attempts.worker, self._route.request_id, attempts.attempt)
                 await self._take_back()
-            await self._answer()
+            subject, payload, msg_id = self._record_of_end(self._answer())
+            # Those who deliver what is put in the outbox may be ending, too.
+            try:
+                await self._desk.bus.publish_acked(subject, payload, msg_id=msg_id)
+            except BusUnavailable as exc:
+                self._desk.not_recorded(exc, subject)
 
     def _start(self, timer: str, seconds: float, due: Callable[[], None]) -> None:
         self._stop(timer)

@@ -1,4 +1,4 @@
-"""The record of a decision: what was chosen, why, and all it was chosen from.
+"""The record of a decision: what was chosen, why, and all it was chosen from; and that of an end without a bridge.
 
 `inputs` turns a record back into the arguments of `policy.decide`, which must give the same decision bit for bit.
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ..bus.messages import VERSION, CandidateRecord, DecisionRecord, Route, ShadowRecord
+from ..bus.errors import Cancelled, PrefixbusError
+from ..bus.messages import VERSION, CandidateRecord, DecisionRecord, Outcome, Route, ShadowRecord
+from .attempts import Attempts
 from .cost import PrefillModel
 from .policy import Candidate, Decision, Policy, Pull, RequestShape, Terms, shared_tokens
 from .shortlist import Shortlist
@@ -27,6 +29,44 @@ def prefix_key(key: bytes, ns_id: bytes, keys: bytes, held_blocks: int) -> str:
     if not last:
         return ""
     return hashlib.blake2b(keys[8 * last - 8 : 8 * last], digest_size=_DIGEST_BYTES, key=key, salt=ns_id).hexdigest()
+
+
+def ending(
+    route: Route,
+    attempts: Attempts,
+    decision: Decision | None,
+    error: PrefixbusError,
+    *,
+    total_ms: float,
+    ended_at: float,
+    traceparent: str,
+) -> Outcome:
+    """The outcome of a request that the router ends itself; `decision` is the last one, if there was any."""
+    return Outcome(
+        v=VERSION,
+        request_id=route.request_id,
+        client_request_id=route.client_request_id,
+        attempt=attempts.attempt,
+        worker=attempts.worker,
+        incarnation=attempts.incarnation,
+        tenant=route.tenant,
+        model=route.model,
+        ns_id=route.ns_id.hex(),
+        status="cancelled" if isinstance(error, Cancelled) else "error",
+        error=error.code,
+        prefix_class=route.prefix_class,
+        decision=decision.name if decision else "",
+        prompt_tokens=route.prompt_tokens,
+        predicted_tokens=decision.predicted_tokens if decision else 0,
+        cached_tokens=None,
+        prefill_tokens=None,
+        output_tokens=0,
+        queue_wait_ms=None,
+        ttft_ms=None,
+        total_ms=total_ms,
+        ended_at=ended_at,
+        traceparent=traceparent,
+    )
 
 
 def build(

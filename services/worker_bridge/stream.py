@@ -676,8 +676,8 @@ class Attempt:
         outcome = self._outcome(error)
         streams = self._streams
         streams.metrics.ended(outcome)
-        name = f"outcome-{self.name}"
-        streams.outbox.put(subjects.outcome(streams.worker, outcome.request_id), OUTCOME.encode(outcome), name)
+        msg_id = subjects.outcome_id(outcome.request_id, outcome.attempt)
+        streams.outbox.put(subjects.outcome(streams.worker, outcome.request_id), OUTCOME.encode(outcome), msg_id)
         if error is None and outcome.cached_tokens is not None:
             answered = Answered(
                 request_id=outcome.request_id,

@@ -96,6 +96,7 @@ FORBIDDEN_PUBLISH = [
     subjects.DISPATCHED,
     subjects.outcome("w1", "r1"),
     subjects.journal("r1"),
+    subjects.ended("r1"),
     subjects.audit("worker_bridge", "w1"),
     "$KV.WORKERS.w1",
     "$KV.POLICIES.p",

@@ -52,7 +52,7 @@ class Journal:
 
     async def _hear(self, message: Any) -> None:
         self._read_through = message.metadata.sequence.stream
-        if message.subject.startswith(f"{subjects.PREFIX}.outcome."):
+        if not message.subject.startswith(f"{subjects.PREFIX}.journal."):
             outcome = messages.OUTCOME.decode(message.data)
             self.outcomes[outcome.client_request_id].append(outcome)
         else:

@@ -166,7 +166,10 @@ class FakeBridge:
         )
         if self.outcomes_get_lost:
             return
-        await self.bus.publish(subjects.outcome(self.worker, dispatch.request_id), OUTCOME.encode(outcome))
+        msg_id = subjects.outcome_id(dispatch.request_id, dispatch.attempt)
+        await self.bus.publish_acked(
+            subjects.outcome(self.worker, dispatch.request_id), OUTCOME.encode(outcome), msg_id=msg_id
+        )
 
     async def _say(self, dispatch: Dispatch, refused: str) -> None:
         request_id, attempt, life = dispatch.request_id, dispatch.attempt, self.incarnation
