@@ -327,6 +327,11 @@ class Attempts:
             return self.lost(worker, self.incarnation)
         return ()
 
+    def was_sent(self, attempt: int, worker: str) -> bool:
+        """Whether this worker may speak of the end of this attempt; which one an earlier attempt went to is not known
+        any more."""
+        return attempt < self.attempt or (attempt == self.attempt and worker == self.worker)
+
     def outcome(self, attempt: int) -> Effects:
         """It has told the client the end. An attempt that was given up cannot have done so unless it was the one that
         claimed the request (worker_bridge/claim.py): whoever was asked since is stopped."""

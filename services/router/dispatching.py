@@ -214,12 +214,16 @@ class Desk:
         if outcome.decision == WARM:
             self.warming.outcome(outcome)
             return
+        request = self.in_hand.get(outcome.request_id)
+        if request is not None and not request.attempts.was_sent(outcome.attempt, outcome.worker):
+            # A bridge that had an earlier attempt knows the request's id, and may say what it likes of later ones.
+            self.metrics.foreign_answers.inc()
+            return
         now = self.clock.now()
         around = self.fleet.surroundings(outcome.request_id, outcome.attempt, outcome.worker, outcome.ttft_ms)
         if around is not None:
             self.metrics.prefill_samples.labels(self.learner.hear(outcome, around, now)).inc()
         self.fleet.settle(outcome.request_id, outcome.attempt, now)
-        request = self.in_hand.get(outcome.request_id)
         if request is not None:
             request.post(functools.partial(request.hear_outcome, outcome))
 

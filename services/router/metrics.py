@@ -137,7 +137,7 @@ class Metrics:
         )
         self.foreign_answers = Counter(
             "prefixbus_router_foreign_answers",
-            "Answers to dispatches and aborts by another life of the worker than the one addressed.",
+            "Answers to dispatches and aborts, and outcomes, by another worker or life than the one addressed.",
             registry=registry,
         )
         self.in_hand = Gauge(

@@ -16,7 +16,7 @@ from support.nats import NatsServer, eventually
 
 from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
-from prefixbus.bus.messages import DECISION, DISPATCHED, VERSION, DecisionRecord, Dispatched, Level
+from prefixbus.bus.messages import DECISION, DISPATCHED, JOB, VERSION, DecisionRecord, Dispatched, Job, Level
 from prefixbus.bus.runtime import Runtime
 from prefixbus.router import dispatching, journal, patience, service
 from prefixbus.router.attempts import State
@@ -1066,3 +1066,32 @@ async def test_a_worker_that_tells_another_block_size_than_its_models_is_no_cand
     await eventually(lambda: bool(world.records), "the decision is recorded")
     assert world.records[0].excluded == {"w1": "model"}
     assert world.records[0].block_size == BLOCK
+
+
+@pytest.mark.parametrize("attempt", [2, 3, 1 << 62])
+async def test_a_bridge_that_refused_cannot_end_what_another_one_has(world: World, attempt: int) -> None:
+    liar, honest = await world.bridge("w1"), await world.bridge("w2")
+    liar.answer = lambda dispatch: "draining"
+    honest.queue_ms, honest.streams = 1000.0, False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both are known")
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(honest.dispatches), "the second has it")
+
+    dispatch = honest.dispatches[0]
+    await liar.end_answer(
+        msgspec.structs.replace(dispatch, attempt=attempt, job=JOB.encode(replying_nowhere(dispatch.job)))
+    )
+    await eventually(lambda: router.value("prefixbus_router_foreign_answers_total") == 1, "it is counted")
+
+    assert dispatch.attempt == 2
+    assert list(router.desk.in_hand) == [dispatch.request_id]
+    assert router.desk.fleet.in_flight() == {"w1": 0, "w2": 1}
+    await honest.start_answer(dispatch)
+    await honest.end_answer(dispatch)
+    await world.ended(answer)
+    await world.books_balance()
+
+
+def replying_nowhere(job: bytes) -> Job:
+    return msgspec.structs.replace(JOB.decode(job), reply="_INBOX.nobody.1")
