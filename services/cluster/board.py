@@ -99,7 +99,8 @@ class Board:
         counted = [outcome for _, outcome in ended if outcome.cached_tokens is not None]
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for decision, outcome in ended:
-            if outcome.ttft_ms is not None and outcome.cached_tokens is not None:
+            # Records of older versions have no block size.
+            if outcome.ttft_ms is not None and outcome.cached_tokens is not None and decision.block_size > 0:
                 kind = warmth(outcome.prompt_tokens, outcome.cached_tokens, decision.block_size)
                 times[kind].append(outcome.ttft_ms)
         return View(

@@ -98,6 +98,9 @@ def _choice(decision: DecisionRecord) -> Iterator[str]:
         f"attempt {decision.attempt}: {decision.selected_worker}, {decision.decision}"
         f"{f' ({meaning})' if meaning else ''}, by policy {decision.policy}"
     )
+    if not decision.candidate_workers:
+        yield "Its record names no candidates."
+        return
     chosen, *rest = decision.candidate_workers
     if rest:
         lead_ms = rest[0].cost_ms - chosen.cost_ms

@@ -89,6 +89,8 @@ def what_if(records: Iterable[DecisionRecord], other: Policy) -> WhatIf:
     for record in records:
         try:
             decision = _decide(record, other)
+            if all(one.worker != record.selected_worker for one in record.candidate_workers):
+                raise ValueError("its choice is none of its candidates")
         except ValueError as exc:
             problems.append(Replayed(record.request_id, record.attempt, problem=str(exc)))
             continue
@@ -121,7 +123,10 @@ def _decide(record: DecisionRecord, other: Policy | None) -> Decision:
     chosen = other or recorded
     if chosen.name not in policy.SCHEMES:
         raise ValueError(f"this version has no policy {chosen.name!r}")
-    return policy.decide(shape, candidates, chosen, now)
+    try:
+        return policy.decide(shape, candidates, chosen, now)
+    except ArithmeticError as exc:
+        raise ValueError(f"its inputs make no sense: {exc}") from exc
 
 
 def _differences(record: DecisionRecord, again: dict[str, Any]) -> list[Difference]:

@@ -160,3 +160,9 @@ def test_an_outcome_of_a_worker_that_was_not_chosen_is_not_the_requests() -> Non
     )
 
     assert (view.requests, view.failed, view.cached_tokens) == (1, 0, 288)
+
+
+def test_a_record_without_a_block_size_is_no_kind_of_first_token() -> None:
+    view = viewed(decided("old", block_size=0), ended("old", 288, 10.0))
+
+    assert (view.requests, [spread.count for spread in view.ttft.values()]) == (1, [0, 0, 0])

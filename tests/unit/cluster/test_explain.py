@@ -149,3 +149,7 @@ def test_an_outcome_of_a_worker_that_was_not_chosen_is_not_what_happened() -> No
 
     assert "forged" not in shown
     assert "then: ok" in shown
+
+
+def test_a_record_without_candidates_is_told_as_far_as_it_goes() -> None:
+    assert "names no candidates" in told(decision(candidate_workers=[]))

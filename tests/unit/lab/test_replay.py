@@ -134,3 +134,23 @@ def test_a_decision_that_cannot_be_made_again_is_left_out_of_the_sums_and_named(
 
     assert report.decisions == 1
     assert [one.request_id for one in report.problems] == [broken.request_id]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"candidate_workers": []},
+        {"block_size": 0},
+        {"selected_worker": "gone"},
+        {"prompt_tokens": 10**400},
+        {"prefill_model": [1.0, 1.0, 1.0, 1.0, 0], "prefill_models": {}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_record_whose_inputs_make_no_sense_is_a_problem_of_its_own(changed: dict[str, Any]) -> None:
+    """It ended the replay of all others."""
+    good, broken = record(random.Random(3), number=1), record(random.Random(3), **changed)
+
+    assert not replay.replay(broken).same
+    report = replay.what_if([good, broken], Policy())
+    assert (report.decisions, len(report.problems)) == (1, 1)
