@@ -22,6 +22,7 @@ from prefixbus.bus.errors import PrefixbusError
 from prefixbus.bus.runtime import Runtime
 from prefixbus.directory import metrics as directory
 from prefixbus.router import metrics as router
+from prefixbus.router import policy
 from prefixbus.router.fleet import Fleet
 from prefixbus.tokenizer import metrics as tokenizer
 from prefixbus.worker_bridge import metrics as bridge
@@ -83,6 +84,14 @@ def _config() -> str:
         )
         parts.append(f"### `{title}`\n\n{_first_paragraph(kind)}\n\n| key | default |\n|---|---|\n{rows}")
     return "\n".join(parts)
+
+
+def _policies() -> str:
+    rows = "".join(
+        f"| `{field.name}` | `{msgspec.json.encode(field.default).decode()}` |\n"
+        for field in msgspec.structs.fields(policy.Policy)
+    )
+    return f"| key | default |\n|---|---|\n{rows}"
 
 
 def _registries() -> dict[str, CollectorRegistry]:
@@ -181,6 +190,12 @@ On `/metrics` of each process, each number by the service that owns it; a histog
 key is for stands beside it in `services/bus/config.py`.
 
 {_config()}
+## Policies
+
+A JSON object with what differs from these defaults, for `prefixbus policy FILE` and `prefixbus replay --policy FILE`;
+an unknown key is refused. What each weight does stands beside it in `services/router/policy.py`.
+
+{_policies()}
 ## Messages
 
 {_messages()}"""

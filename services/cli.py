@@ -5,6 +5,7 @@ import asyncio
 import functools
 import importlib
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -232,7 +233,7 @@ def status(state: State = DEFAULT_STATE) -> None:
 
 @app.command()
 def run(
-    service: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICES)}.")],
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help=f"One of {', '.join(SERVICES)}.")],
     state: State = DEFAULT_STATE,
     nats: Annotated[str, typer.Option(help="URL of the server; default: the running cluster's, or the config's.")] = "",
     worker: Annotated[str, typer.Option(help="worker_bridge: the worker's name.")] = "",
@@ -277,7 +278,7 @@ def run(
 
 @app.command()
 def send(
-    text: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The question; - reads standard input.")],
     state: State = DEFAULT_STATE,
     model: Annotated[str, typer.Option(help="The model to ask.")] = DEFAULT_MODEL,
     tenant: Annotated[str, typer.Option(help="Who asks.")] = "demo",
@@ -316,12 +317,21 @@ def send(
         ) as client:
             body = {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
             usage: dict[str, object] = {}
-            async for frame in client.stream(model, body):
-                for choice in frame.chunk["choices"]:
-                    typer.echo(choice["delta"].get("content") or "", nl=False)
-                usage = frame.chunk.get("usage") or usage
+            request_id = secrets.token_hex(4)
+            try:
+                async for frame in client.stream(model, body, request_id=request_id):
+                    for choice in frame.chunk["choices"]:
+                        typer.echo(choice["delta"].get("content") or "", nl=False)
+                    usage = frame.chunk.get("usage") or usage
+            except PrefixbusError as exc:
+                # What is refused as the client's mistake never came to a decision that could be explained.
+                if exc.status >= 500:
+                    _say(f"request {request_id} failed.")
+                raise
             typer.echo("")
-            _say(f"{guidance.usage_sentence(usage)}{' ' + guidance.RANDOM_WORDS if is_simulated else ''}".strip())
+            _say(f"request {request_id}: {guidance.usage_sentence(usage)}")
+            if is_simulated:
+                _say(guidance.RANDOM_WORDS)
 
     asyncio.run(work())
 
@@ -351,8 +361,10 @@ def policy(
 
     if (bool(name) and bool(clear)) or (not name and (shadow or canary is not None)):
         raise typer.BadParameter("A policy, or --clear, is wanted.", param_hint="NAME")
-    if (shadow and canary is not None) or (prefix_class and canary is None):
-        raise typer.BadParameter("It goes with --canary alone.", param_hint="--class" if prefix_class else "--shadow")
+    if shadow and canary is not None:
+        raise typer.BadParameter("--shadow and --canary exclude each other.", param_hint="--shadow")
+    if prefix_class and canary is None:
+        raise typer.BadParameter("It goes with --canary alone.", param_hint="--class")
     if clear and clear not in ROLES:
         raise typer.BadParameter(f"{clear!r} is not one of {', '.join(ROLES)}.", param_hint="--clear")
     wanted = clear or ("shadow" if shadow else "active" if canary is None else "canary")
@@ -376,7 +388,7 @@ def policy(
 
 @app.command()
 def tenant(
-    name: Annotated[str, typer.Argument(help="The tenant's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tenant's name.")],
     scope: Annotated[list[str] | None, typer.Option(help="A scope it may name; repeat for more. None: all.")] = None,
     label: Annotated[str, typer.Option(help="Names this credential among the tenant's.")] = "default",
     replace: Annotated[bool, typer.Option("--replace", help="A new token for this label; the old one ends.")] = False,

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Group
 from rich.table import Table
 
+from ..bus import ids
 from ..bus.blockkeys import warmth
 from ..bus.messages import DecisionRecord, Load, Outcome
 from .verdict import percentile
@@ -183,8 +184,7 @@ def _latest(latest: Sequence[Latest]) -> Table:
         cached = "" if outcome is None or outcome.cached_tokens is None else str(outcome.cached_tokens)
         ttft = "" if outcome is None or outcome.ttft_ms is None else f"{outcome.ttft_ms:.0f}"
         status = "" if outcome is None else outcome.error or outcome.status
-        # The end of an id tells requests apart, its beginning says when they came.
-        name = decision.request_id[-8:]
+        name = decision.request_id[-ids.SHOWN :]
         predicted = str(decision.predicted_cached_tokens)
         table.add_row(name, decision.selected_worker, decision.decision, predicted, cached, ttft, status)
     return table

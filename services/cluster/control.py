@@ -45,13 +45,26 @@ async def clear_policy(operator: Bus, role: Role) -> int:
     return await operator.publish_acked(f"{_POLICIES}.{role}", b"", headers={"KV-Operation": "DEL"})
 
 
+def policy_weights(name: str) -> bytes:
+    """The policy of this name, or the one in the JSON file of this name, as JSON.
+
+    :raises ConfigInvalid: there is neither, or it is no policy."""
+    if name in policy.SCHEMES:
+        return json.dumps({"name": name}).encode()
+    if not Path(name).is_file():
+        raise ConfigInvalid(
+            f"{name!r} is no policy, and no file.",
+            field="policy",
+            remedy=f"Name one of {', '.join(policy.SCHEMES)}, or a JSON file with weights.",
+        )
+    return policy_file(Path(name))
+
+
 def policy_record(name: str, role: Role, *, share: float = 0.0, prefix_class: str = "") -> bytes:
     """What to put for a policy of this name, or with the weights in the JSON file of this name.
 
     :raises ConfigInvalid: there is neither, or the routers would refuse it."""
-    weights: object = {"name": name}
-    if name not in policy.SCHEMES and Path(name).is_file():
-        weights = msgspec.Raw(policy_file(Path(name)))
+    weights = msgspec.Raw(policy_weights(name))
     content = {
         "active": weights,
         "canary": {"policy": weights, "share": share, "prefix_class": prefix_class},

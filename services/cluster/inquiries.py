@@ -46,7 +46,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @commands.command()
 def explain(
-    request_id: Annotated[str, typer.Argument(help="Ours, or the one in the client's Pb-Request-Id.")],
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID", help="As `send` or `top` shows it, ours in full, or the client's Pb-Request-Id."
+        ),
+    ],
     state: State = DEFAULT_STATE,
     as_json: AsJson = False,
 ) -> None:
@@ -69,17 +74,18 @@ def explain(
 @commands.command()
 def replay(
     request_id: Annotated[
-        str, typer.Argument(help="One request, by our id or its client's; without it, all of the time range.")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID", help="One request, named as for `explain`; without it, all of the time range."
+        ),
     ] = "",
     state: State = DEFAULT_STATE,
     since: Since = "",
     until: Until = "",
     policy: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, readable=True, help="What the policy in this JSON file would have chosen."
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="NAME|FILE", help="What this policy, or the one in this JSON file, would have chosen."),
+    ] = "",
     directory_at: Annotated[
         int | None,
         typer.Option(
@@ -109,8 +115,9 @@ def replay(
         return
     from ..lab import replay as replay_module
     from ..router import policy as policy_module
+    from . import control
 
-    other = policy_module.parse(policy.read_bytes()) if policy is not None else None
+    other = policy_module.parse(control.policy_weights(policy)) if policy else None
     decisions = _decisions(request_id, state, since, until)
     if other is not None:
         _print_what_if(replay_module.what_if(decisions, other))

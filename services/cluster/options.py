@@ -22,5 +22,9 @@ def read_token(token_file: Path | None) -> str:
     """A tenant's token, from the file or the environment. :raises BadParameter: it is in neither."""
     token = token_file.read_text("utf-8", "replace") if token_file else os.environ.get(TOKEN_VARIABLE, "")
     if not token.strip():
-        raise typer.BadParameter(f"set {TOKEN_VARIABLE} or give --token-file.", param_hint="token")
+        raise typer.BadParameter(
+            f"set {TOKEN_VARIABLE} or give --token-file. `prefixbus up` printed the one of tenant demo, once; a new "
+            "one: prefixbus tenant demo --replace.",
+            param_hint="token",
+        )
     return token.strip()

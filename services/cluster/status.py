@@ -53,10 +53,11 @@ async def show(directory: Path) -> None:
     operator = await deployment.connect(directory, "operator", cluster.nats_url)
     try:
         policy = await control.policy_in_force(operator, configured_policy(directory))
+        beside = await control.beside_the_policy(operator)
         heard = await control.loads(operator, _LISTEN_S)
     finally:
         await operator.close()
-    console.print(f"policy: {policy.sentence()}\n", highlight=False)
+    console.print("\n".join([f"policy: {policy.sentence()}", *beside, ""]))
     console.print(worker_table(sorted(set(cluster.engines) | set(heard)), heard))
 
 

@@ -29,7 +29,7 @@ DECISIONS = {
     "prefer-warm-worker": "to a worker that holds all that can be reused",
     "partial-hit": "to a worker that holds a part",
     "remote-pull": "what it lacks comes sooner than it would be computed",
-    "home-worker": "nobody holds more of the prefix than all do: to its home",
+    "home-worker": "nobody holds more than all traffic shares: to its home",
     "cold-reserve": "nothing of use there, and a slot kept for such requests",
     "balanced-cold": "nobody holds anything of use: by load",
     "blind": "the directory did not answer: by load",

@@ -144,6 +144,13 @@ def test_another_policy_is_compared_and_ends_with_what_it_would_change(cluster: 
     assert re.search(r"^predicted TTFT: sum \d+ -> \d+ ms, mean", done.stdout, re.MULTILINE)
 
 
+def test_another_policy_is_compared_by_its_name_alone(cluster: Cluster) -> None:
+    done = prefixbus(cluster, "replay", "asked-1", "--policy", "round-robin")
+
+    assert done.returncode == 0, done.stderr
+    assert "round-robin/default" in done.stdout
+
+
 async def test_a_record_that_was_tampered_with_is_told_field_by_field(cluster: Cluster) -> None:
     operator = await cluster.operator()
     last = await operator.jetstream.get_last_msg(subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.journal.*")
@@ -166,6 +173,7 @@ async def test_a_record_that_was_tampered_with_is_told_field_by_field(cluster: C
     [
         (["replay", "--since", "yesterday"], "is no moment"),
         (["replay", "asked-1", "--since", "1h"], "a request has its own time"),
+        (["replay", "--policy", "nowhere.json"], "'nowhere.json' is no policy, and no file"),
         (["explain", "a.b"], "cannot stand in a subject"),
     ],
 )

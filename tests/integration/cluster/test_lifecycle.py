@@ -50,6 +50,8 @@ def test_send_streams_an_answer(running: Cluster) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "5 tokens answered" in done.stderr
+    (request_id,) = re.findall(r"request (\w+):", done.stderr)
+    assert "ok on w" in prefixbus("explain", request_id, state=running.state).stdout
     assert "random words" in done.stderr
 
 
@@ -62,7 +64,7 @@ def test_send_streams_an_answer(running: Cluster) -> None:
         ("an unknown service", ["run", "rooter"], None, "tokenizer"),
         ("an unknown policy", ["policy", "best"], None, "prefix-aware"),
         ("a share over one", ["policy", "round-robin", "--canary", "2"], None, "equal to 1"),
-        ("two ways at once", ["policy", "round-robin", "--canary", "1", "--shadow"], None, "--shadow"),
+        ("two ways at once", ["policy", "round-robin", "--canary", "1", "--shadow"], None, "exclude"),
         ("a canary of an unknown class", ["policy", "round-robin", "--canary", "1", "--class", "x"], None, "class"),
         ("nothing to be cleared", ["policy", "--clear", "it"], None, "active, canary, shadow"),
         ("no policy to be a shadow", ["policy", "--shadow"], None, "NAME"),
@@ -155,12 +157,14 @@ def test_a_policy_is_tried_beside_the_active_one(running: Cluster, tmp_path: Pat
     canary = prefixbus("policy", "round-robin", "--canary", "0.25", "--class", "rag", state=running.state)
     shadow = prefixbus("policy", str(weights), "--shadow", state=running.state)
     shown = prefixbus("policy", state=running.state).stdout.splitlines()
+    status = prefixbus("status", state=running.state).stdout
     cleared = [prefixbus("policy", "--clear", role, state=running.state).returncode for role in ("canary", "shadow")]
 
     assert (canary.returncode, shadow.returncode) == (0, 0), canary.stderr + shadow.stderr
     assert shown[0].startswith("prefix-aware (")
     assert re.fullmatch(r"canary: round-robin/default for 25 % of rag requests \(revision \d+\)", shown[1])
     assert re.fullmatch(r"shadow: prefix-aware/cautious \(revision \d+\)", shown[2])
+    assert "\n".join(shown) in status
     assert cleared == [0, 0]
     assert len(prefixbus("policy", state=running.state).stdout.splitlines()) == 1
 

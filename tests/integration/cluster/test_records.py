@@ -97,6 +97,16 @@ async def test_all_attempts_of_a_request_are_found_by_our_id(provisioned: NatsSe
     assert [decision.attempt for decision in found.decisions] == [1, 2]
 
 
+async def test_a_request_is_found_by_the_end_of_our_id_that_top_shows(provisioned: NatsServer) -> None:
+    _, request_id, _ = await stored(provisioned, "before", "this", "after")
+    operator = await provisioned.bus("operator")
+
+    found, others = await records.of_request(operator, request_id[-ids.SHOWN :])
+
+    assert [decision.request_id for decision in found.decisions] == [request_id]
+    assert others == []
+
+
 async def test_an_empty_journal_says_that_it_is_empty(provisioned: NatsServer) -> None:
     with pytest.raises(NotRecorded, match="which is empty"):
         await records.of_request(await provisioned.bus("operator"), "nobody")
