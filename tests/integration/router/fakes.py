@@ -52,6 +52,8 @@ class FakeBridge:
         self.answer: Callable[[Dispatch], str | None] = lambda dispatch: ""
         self.streams = True
         self.deaf_to_control = False
+        # Hears aborts, and answers nothing.
+        self.mute_to_control = False
         self.forgets = False
         # Whether outcomes are dropped on their way.
         self.outcomes_get_lost = False
@@ -210,7 +212,7 @@ class FakeBridge:
         stage = self.stages.get(attempt, "")
         if stage != "ended":
             self.stages[attempt] = "aborted"
-        if message.reply:
+        if message.reply and not self.mute_to_control:
             said = stage if stage in ("started", "ended") else ""
             await self._reply(message, said)
 
