@@ -163,7 +163,7 @@ class Client:
         subject = subjects.infer(self._tenant, model, self._scope)
         ended = False
         token = ""
-        sends = 0
+        sends = sending = 0
         give_up_at = min(deadline, time.monotonic() + UNREACHABLE_FOR_S)
         try:
             while sends < MAX_SENDS:
@@ -173,6 +173,8 @@ class Client:
                 inbox: asyncio.Queue[Heard] = asyncio.Queue()
                 self._streams[token] = _Stream(subject, inbox)
                 reader = _Reader(inbox, min(resend_after_s, deadline_s), deadline)
+                sending += 1
+                headers[subjects.HEADER_SENDING] = str(sending)
                 try:
                     self._bus.send(subject, payload, reply=f"{self._bus.inbox_prefix}.s.{token}", headers=headers)
                     async for frame in reader:

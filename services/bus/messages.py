@@ -77,7 +77,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
 
     `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys; `kind` and
     `created_at` are the job's. `segments` are 12 bytes each: where it ends, in tokens (u32 LE), and its keyed digest
-    (u64 LE), which other prompts of the namespace and of its other revisions can be compared by."""
+    (u64 LE), which other prompts of the namespace and of its other revisions can be compared by. `sending` counts the
+    client's sendings of this request, from 1."""
 
     v: int
     request_id: str
@@ -98,6 +99,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     template_version: str = ""
     tokenizer_revision: str = ""
     segments: bytes = b""
+    sending: int = 1
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):

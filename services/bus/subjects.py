@@ -61,6 +61,8 @@ HEADER_ERROR = "Pb-Error"
 HEADER_REQUEST_ID = "Pb-Request-Id"
 HEADER_DEADLINE = "Pb-Deadline"
 HEADER_PREFIX_CLASS = "Pb-Prefix-Class"
+# Which sending of one request this is, from 1: a client that was not answered sends it again.
+HEADER_SENDING = "Pb-Sending"
 HEADER_TRACEPARENT = "traceparent"
 HEADER_SERVICE_ERROR = "Nats-Service-Error"
 HEADER_SERVICE_ERROR_CODE = "Nats-Service-Error-Code"

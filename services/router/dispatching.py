@@ -154,7 +154,7 @@ class Desk:
             # The latest alone: whoever gives all requests one id must not make each be compared with all.
             other = self.by_label[label][next(reversed(self.by_label[label]))]
             if request.is_same_as(other):
-                older = request if request.created_at < other.created_at else other
+                older = request if request.sent_at < other.sent_at else other
                 older.post(older.attempts.sent_again)
         self.in_hand[route.request_id] = request
         self.by_label.setdefault(label, {})[route.request_id] = request
@@ -303,8 +303,10 @@ class Request:
         self._said_ended = 0
 
     @property
-    def created_at(self) -> int:
-        return self._route.created_at
+    def sent_at(self) -> tuple[int, int]:
+        """Orders the sendings of one request. Clients that number them are believed: a tokenizer that was stopped dates
+        what it finds in its backlog later than what was sent since."""
+        return self._route.sending, self._route.created_at
 
     def is_same_as(self, other: "Request") -> bool:
         """Whether they are two sendings of one request. An id alone does not say so: some clients have but one. One

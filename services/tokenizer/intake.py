@@ -171,6 +171,7 @@ class Envelope(msgspec.Struct, frozen=True):
     deadline_at: float
     prefix_class: str
     traceparent: str
+    sending: int
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -214,6 +215,7 @@ def envelope(headers: Mapping[str, str] | None, limits: LimitsSection, wall: flo
         deadline_at=_deadline(headers.get(subjects.HEADER_DEADLINE, ""), limits, wall),
         prefix_class=prefix_class,
         traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
+        sending=_sending(headers.get(subjects.HEADER_SENDING, "1")),
     )
 
 
@@ -222,6 +224,16 @@ def headers_too_large(size: int | str, limits: LimitsSection) -> HeadersTooLarge
         f"{size} bytes of headers are over the limit of {limits.max_header_bytes}.",
         remedy="Send fewer or shorter ones.",
     )
+
+
+def _sending(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 1 <= len(text) <= 4 and int(text) >= 1):
+        raise BadRequest(
+            f"{text[:40]!r} is no count of sendings.",
+            field=subjects.HEADER_SENDING,
+            remedy="Number the sendings of a request from 1 to 9999, or leave it out.",
+        )
+    return int(text)
 
 
 def _deadline(text: str, limits: LimitsSection, wall: float) -> float:

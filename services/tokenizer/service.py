@@ -348,6 +348,7 @@ class Tokenizer:
             template_version=space.template_version,
             tokenizer_revision=space.tokenizer_revision,
             segments=digests.segments(family, tokens.ids),
+            sending=envelope.sending,
         )
         return ROUTE.encode(route)
 

@@ -118,10 +118,11 @@ async def collect(client: Client) -> int:
 
 async def test_a_sending_that_was_swallowed_is_sent_again_under_the_same_id(server: NatsServer) -> None:
     tokenizer = await server.bus("tokenizer")
-    heard: list[str] = []
+    heard: list[tuple[str, str]] = []
 
     async def answer_the_second(message: Msg) -> None:
-        heard.append((message.headers or {})["Pb-Request-Id"])
+        headers = message.headers or {}
+        heard.append((headers["Pb-Request-Id"], headers["Pb-Sending"]))
         if len(heard) == 2:
             await tokenizer.publish(message.reply, b"", headers={"Pb-Final": "1", "Pb-Seq": "0"})
 
@@ -130,7 +131,7 @@ async def test_a_sending_that_was_swallowed_is_sent_again_under_the_same_id(serv
         async for _ in client.stream("smollm2", BODY, request_id="r1", resend_after_s=0.2):
             pass
 
-    assert heard == ["r1", "r1"]
+    assert heard == [("r1", "1"), ("r1", "2")]
 
 
 async def test_a_sending_that_was_heard_of_is_not_sent_again(server: NatsServer) -> None:

@@ -299,7 +299,9 @@ class Client:
         await self._listening.flush()
         return self
 
-    async def send(self, wall: float, *, deadline_s: float = 60.0, keys: bytes = b"k" * 48, label: str = "") -> Answer:
+    async def send(
+        self, wall: float, *, deadline_s: float = 60.0, keys: bytes = b"k" * 48, label: str = "", sending: int = 1
+    ) -> Answer:
         number = str(next(self._numbers))
         answer = self._answers[number] = Answer()
         reply = f"{self._listening.inbox_prefix}.q.{number}"
@@ -333,6 +335,7 @@ class Client:
             job=JOB.encode(job),
             kind=job.kind,
             created_at=job.created_at,
+            sending=sending,
             **fields,
         )
         await self._tokenizer.publish(subjects.route(MODEL), ROUTE.encode(route))

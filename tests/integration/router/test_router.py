@@ -544,6 +544,26 @@ async def test_a_request_that_is_sent_again_runs_once(world: World) -> None:
     await world.books_balance()
 
 
+async def test_a_sending_from_a_stopped_tokenizers_backlog_does_not_end_a_later_one(world: World) -> None:
+    """A tokenizer that was stopped dates what it finds there by its own waking: later than what was sent meanwhile."""
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    again = await world.client.send(CLOCK.wall(), label="mine", sending=2)
+    await eventually(lambda: len(bridge.dispatches) == 1, "the second sending is dispatched")
+    first = await world.client.send(CLOCK.wall() + 5.0, label="mine", sending=1)
+    await world.ended(first)
+    await bridge.start_answer(bridge.dispatches[0])
+    await bridge.end_answer(bridge.dispatches[0])
+    await world.ended(again)
+
+    assert (first.code, again.code) == ("cancelled", "")
+    assert len(bridge.dispatches) == 1
+    await world.books_balance()
+
+
 async def test_another_request_with_the_same_id_is_another_request(world: World) -> None:
     bridge = await world.bridge("w1")
     bridge.streams = False

@@ -230,14 +230,15 @@ def test_a_hopeless_text_is_refused_before_it_is_tokenised() -> None:
 def test_headers_are_read() -> None:
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     headers = {"Pb-Request-Id": "r-1", "Pb-Deadline": str(WALL + 5), "Pb-Prefix-Class": "rag", "traceparent": trace}
+    headers["Pb-Sending"] = "2"
 
     envelope = intake.envelope(headers, LIMITS, WALL)
 
-    assert envelope == intake.Envelope(WALL + 5 + LIMITS.clock_skew_s, "rag", trace)
+    assert envelope == intake.Envelope(WALL + 5 + LIMITS.clock_skew_s, "rag", trace, 2)
 
 
 def test_without_headers_the_default_deadline_holds() -> None:
-    assert intake.envelope(None, LIMITS, WALL) == intake.Envelope(WALL + LIMITS.default_deadline_s, "", "")
+    assert intake.envelope(None, LIMITS, WALL) == intake.Envelope(WALL + LIMITS.default_deadline_s, "", "", 1)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,10 @@ def test_a_malformed_trace_is_ignored(trace: str) -> None:
         ({"Pb-Request-Id": "a.b"}, "Pb-Request-Id"),
         ({"Pb-Request-Id": "x" * 65}, "Pb-Request-Id"),
         ({"Pb-Prefix-Class": "other"}, "Pb-Prefix-Class"),
+        ({"Pb-Sending": ""}, "Pb-Sending"),
+        ({"Pb-Sending": "0"}, "Pb-Sending"),
+        ({"Pb-Sending": "٢"}, "Pb-Sending"),
+        ({"Pb-Sending": "10000"}, "Pb-Sending"),
         ({"Pb-Deadline": "soon"}, "Pb-Deadline"),
         ({"Pb-Deadline": "nan"}, "Pb-Deadline"),
         ({"Pb-Deadline": "-1"}, "Pb-Deadline"),
@@ -316,7 +321,7 @@ async def test_any_body_is_tokens_or_one_of_our_errors(body: bytes) -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["Pb-Request-Id", "Pb-Deadline", "Pb-Prefix-Class", "traceparent", "X"]),
+        st.sampled_from(["Pb-Request-Id", "Pb-Deadline", "Pb-Prefix-Class", "Pb-Sending", "traceparent", "X"]),
         st.text(max_size=30) | st.floats().map(str) | st.integers().map(str),
     )
 )
