@@ -99,7 +99,7 @@ def test_a_request_that_nobody_knows_is_said_to_be_unknown(cluster: Cluster) -> 
     done = prefixbus(cluster, "explain", "nobody-asked-this")
 
     assert done.returncode == 1
-    assert "no decision of nobody-asked-this is in the journal, which begins at 2" in done.stderr
+    assert "nothing of nobody-asked-this is in the journal, which begins at 2" in done.stderr
     assert "Traceback" not in done.stderr
 
 
