@@ -40,6 +40,15 @@ class Superseded(PrefixbusError):
     status = 409
 
 
+def is_held(attempt: int, failure: BusUnavailable | None) -> bool:
+    """What an attempt may do whose claim was acknowledged, or not: see `Claim.hold`."""
+    if isinstance(failure, AlreadyThere):
+        raise Superseded
+    if failure is not None and attempt > 1:
+        raise Unavailable("Nobody knows whether an earlier attempt has begun.") from failure
+    return failure is None
+
+
 class Claim:
     """`hold` it before anything of the answer goes out."""
 
@@ -68,11 +77,7 @@ class Claim:
             name = f"claim-{job.request_id}-{self._attempt}"
             self._acks.put(subjects.claim(job.request_id), name, payload, self._clock.now(), self._hear)
         await self._settled.wait()
-        if isinstance(self._failure, AlreadyThere):
-            raise Superseded
-        if self._failure is not None and self._attempt > 1:
-            raise Unavailable("Nobody knows whether an earlier attempt has begun.") from self._failure
-        return self._failure is None
+        return is_held(self._attempt, self._failure)
 
     def _hear(self, failure: BusUnavailable | None) -> None:
         self._failure = failure
