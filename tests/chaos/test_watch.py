@@ -51,6 +51,19 @@ def test_what_breaks_a_rule(heard: list[dict[str, str]]) -> None:
     assert len(rules.broken) == 1
 
 
+@pytest.mark.parametrize(
+    "heard", [KEEPALIVE, chunk(1), END, FAILED], ids=["a keep-alive", "a chunk", "end", "an error"]
+)
+def test_where_messages_are_lost_a_keep_alive_may_come_after_the_end_and_nothing_else(heard: dict[str, str]) -> None:
+    rules = Rules()
+    rules.keepalives_may_be_late = True
+
+    for headers in (chunk(0), END, heard):
+        rules.heard("_INBOX.t.c.s.1", headers)
+
+    assert bool(rules.broken) == (heard is not KEEPALIVE)
+
+
 def test_inboxes_are_judged_each_by_itself() -> None:
     """A request that was sent again has a second one."""
     rules = Rules()

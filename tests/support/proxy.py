@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Self
 
 Fate = Callable[[str], float | None]
@@ -55,7 +55,8 @@ class Proxy:
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            async for subject, frame in _frames(reader):
+            while True:
+                subject, frame = await _next_frame(reader)
                 later_s = self.fate(subject) if subject else 0.0
                 kind = ".".join(subject.split(".")[:4])
                 if later_s is None:
@@ -69,15 +70,15 @@ class Proxy:
         writer.close()
 
 
-async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, bytes]]:
-    """(subject, bytes) of each message of NATS's protocol; the subject is empty but for those with a payload."""
-    while True:
-        line = await reader.readuntil(b"\r\n")
-        verb, *words = line.split()
-        if verb.upper() in _WITH_PAYLOAD:
-            yield words[0].decode(), line + await reader.readexactly(int(words[-1]) + 2)
-        else:
-            yield "", line
+async def _next_frame(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """Subject and bytes of the next message of NATS's protocol; the subject is empty but for those with a payload.
+
+    :raises asyncio.IncompleteReadError: there is none any more."""
+    line = await reader.readuntil(b"\r\n")
+    verb, *words = line.split()
+    if verb.upper() in _WITH_PAYLOAD:
+        return words[0].decode(), line + await reader.readexactly(int(words[-1]) + 2)
+    return "", line
 
 
 def _write(writer: asyncio.StreamWriter, frame: bytes) -> None:
