@@ -19,7 +19,7 @@ What an attempt may do:
     nobody knows any more   the request is older than claims are kept (CLAIMS_KEPT_S): the same, for later attempts
 
 Owns: one attempt's claim.   Must not know: what is claimed for, who chose this worker.
-Source: DESIGN 6 (Failover); bench: 0.3 ms of a request's time to first token."""
+Source: DESIGN 6 (Failover); make bench: 0.8 to 1 ms of a request's time to first token."""
 
 import asyncio
 
