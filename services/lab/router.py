@@ -13,14 +13,13 @@ from ..bus.errors import Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
 from ..router import policy
 from ..router.attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, pause_s
+from ..router.books import Books
 from ..router.cost import PROFILES
 from ..router.fleet import Available, Fleet
 from ..router.holdings import corrected
 from ..router.learning import Learner
 from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, RequestShape
-from ..router.recent import Recent
 from ..router.shortlist import Shortlist, shortlist
-from ..router.traffic import Traffic
 from .setup import INCARNATION, MODEL, SERVES, Choose, Setup
 from .timeline import Timeline
 from .wires import Wires
@@ -45,8 +44,7 @@ class Router:
         self.setup = setup
         self.on_answer = on_answer
         self.fleet = Fleet(SUSPECT_AFTER_S, LOST_AFTER_S)
-        self.traffic = Traffic()
-        self.recent = Recent()
+        self.books = Books(self.fleet)
         self.learner = Learner({MODEL: setup.model or PROFILES[setup.profile]})
         self.ordinals = itertools.count()
         self.in_hand: dict[str, _Request] = {}
@@ -101,25 +99,7 @@ class Router:
 
     def hear_dispatched(self, announced: Dispatched) -> None:
         now = self.timeline.now
-        if not announced.worker:
-            self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
-            self.recent.take_back(announced.request_id, announced.attempt)
-            return
-        if announced.attempt == 1:
-            self.traffic.note(announced.ns_id, announced.keys)
-        self.recent.note(
-            announced.request_id, announced.attempt, announced.ns_id, announced.keys, announced.worker, now
-        )
-        self.fleet.book(
-            announced.request_id,
-            announced.attempt,
-            announced.worker,
-            announced.incarnation,
-            announced.prefill_ms,
-            now,
-            max(now, announced.expires_at),
-            unlisted_until=now + ACCEPT_S + UNLISTED_S,
-        )
+        self.books.announced(announced, now, max(now, announced.expires_at), now + ACCEPT_S + UNLISTED_S)
 
     def hear_outcome(self, outcome: Outcome) -> None:
         now = self.timeline.now
@@ -174,7 +154,7 @@ class _Request:
         if self.attempts.ended:
             return
         self._holdings = holdings
-        self._shared_blocks = self._router.traffic.shared_blocks(self.route.ns_id, self.route.keys)
+        self._shared_blocks = self._router.books.traffic.shared_blocks(self.route.ns_id, self.route.keys)
         self.perform((Effect.CHOOSE,))
 
     def hear_accept(self, accept: Accept) -> None:
@@ -198,10 +178,7 @@ class _Request:
                 case Effect.SEND:
                     self._send()
                 case Effect.TAKE_BACK:
-                    router.fleet.settle(
-                        self.route.request_id, self.attempts.attempt, router.timeline.now, never_ran=True
-                    )
-                    router.recent.take_back(self.route.request_id, self.attempts.attempt)
+                    router.books.taken_back(self.route.request_id, self.attempts.attempt, router.timeline.now)
                     self._announce("", 0.0, b"")
                 case Effect.RELEASE:
                     router.fleet.settle(self.route.request_id, self.attempts.attempt, router.timeline.now)
@@ -226,7 +203,7 @@ class _Request:
         holdings = self._holdings
         if router.setup.predict_delay_s is not None:
             now = router.timeline.now
-            holdings = router.recent.complete(holdings, self.route.ns_id, self.route.keys, self._asked_at, now)
+            holdings = router.books.recent.complete(holdings, self.route.ns_id, self.route.keys, self._asked_at, now)
         for worker, depth in self._told.items():
             holdings = corrected(holdings, worker, depth)
         self._decision = decision = router.decide(
@@ -238,12 +215,17 @@ class _Request:
         router, route, attempts, decision = self._router, self.route, self.attempts, self._decision
         assert decision is not None
         now = router.timeline.now
-        router.fleet.book(
-            route.request_id, attempts.attempt, attempts.worker, INCARNATION, decision.work_ms, now, math.inf
+        router.books.sent(
+            route.request_id,
+            attempts.attempt,
+            attempts.worker,
+            INCARNATION,
+            decision.work_ms,
+            route.ns_id,
+            route.keys,
+            now,
+            math.inf,
         )
-        if attempts.attempt == 1:
-            router.traffic.note(route.ns_id, route.keys)
-        router.recent.note(route.request_id, attempts.attempt, route.ns_id, route.keys, attempts.worker, now)
         is_bounded = router.setup.bounded_start and attempts.may_rechoose
         dispatch = Dispatch(
             v=VERSION,

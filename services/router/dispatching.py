@@ -58,16 +58,15 @@ from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, gains, journal, overload, policy
 from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
+from .books import Books
 from .fleet import Available, Fleet, Lost, Survey
 from .holdings import corrected
 from .learning import Learner
 from .metrics import Metrics, OfClass, WorkerGauges
 from .patience import Patience
 from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
-from .recent import Recent
 from .rollout import Rollout
 from .shortlist import Shortlist, shortlist
-from .traffic import Traffic
 from .warming import Warming
 
 # Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches, aborts and questions.
@@ -119,8 +118,7 @@ class Desk:
         self.clock = rt.clock
         self.settings = rt.config.router
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
-        self.traffic = Traffic()
-        self.recent = Recent()
+        self.books = Books(self.fleet)
         self.cancels = Cancels()
         # By shard of the directory: one that hangs says nothing about another.
         self.patience = [Patience() for _ in range(rt.config.directory.shards)]
@@ -233,26 +231,8 @@ class Desk:
         if announced.is_warming:
             return
         now = self.clock.now()
-        if not announced.worker:
-            self.fleet.settle(announced.request_id, announced.attempt, now, never_ran=True)
-            self.recent.take_back(announced.request_id, announced.attempt)
-            return
         until = now + max(0.0, announced.expires_at - self.clock.wall())
-        if announced.attempt == 1:
-            self.traffic.note(announced.ns_id, announced.keys)
-        self.recent.note(
-            announced.request_id, announced.attempt, announced.ns_id, announced.keys, announced.worker, now
-        )
-        self.fleet.book(
-            announced.request_id,
-            announced.attempt,
-            announced.worker,
-            announced.incarnation,
-            announced.prefill_ms,
-            now,
-            until,
-            unlisted_until=now + self.settings.accept_timeout_ms / 1000 + UNLISTED_S,
-        )
+        self.books.announced(announced, now, until, now + self.settings.accept_timeout_ms / 1000 + UNLISTED_S)
 
     def remember_answered(self, request_id: str) -> None:
         self.answered[request_id] = None
@@ -429,7 +409,7 @@ class Request:
             self.post(self.attempts.cancel)
         else:
             self._holdings = await self._look_up()
-            self._shared_blocks = desk.traffic.shared_blocks(route.ns_id, route.keys)
+            self._shared_blocks = desk.books.traffic.shared_blocks(route.ns_id, route.keys)
         await self._read_mail()
         if not self.attempts.ended:
             await self._perform((Effect.CHOOSE,))
@@ -522,7 +502,7 @@ class Request:
         ordinal = next(desk.ordinals)
         self._known = self._holdings
         if self._known is not None:
-            self._known = desk.recent.complete(self._known, route.ns_id, route.keys, self._asked_at, now)
+            self._known = desk.books.recent.complete(self._known, route.ns_id, route.keys, self._asked_at, now)
             for worker, depth in self._told.items():
                 self._known = corrected(self._known, worker, depth)
         shortlisted, decision = self._decide(acting, available, ordinal, now, wall)
@@ -618,18 +598,17 @@ class Request:
         assert decision is not None
         now, wall = desk.clock.now(), desk.clock.wall()
         left_s = route.deadline_at - wall
-        desk.fleet.book(
+        desk.books.sent(
             route.request_id,
             attempts.attempt,
             attempts.worker,
             attempts.incarnation,
             decision.work_ms,
+            route.ns_id,
+            route.keys,
             now,
             now + left_s + HARD_LIMIT_S,
         )
-        if attempts.attempt == 1:
-            desk.traffic.note(route.ns_id, route.keys)
-        desk.recent.note(route.request_id, attempts.attempt, route.ns_id, route.keys, attempts.worker, now)
         return self._dispatch(decision)
 
     def _dispatch(self, decision: Decision) -> Effects:
@@ -699,8 +678,7 @@ class Request:
     async def _take_back(self) -> None:
         self._stop("silent", "again", "doubt")
         now = self._desk.clock.now()
-        self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, now, never_ran=True)
-        self._desk.recent.take_back(self._route.request_id, self.attempts.attempt)
+        self._desk.books.taken_back(self._route.request_id, self.attempts.attempt, now)
         self._announce("", 0.0, b"")
 
     @property

@@ -159,7 +159,7 @@ async def test_a_request_cancelled_before_a_worker_took_it_leaves_nothing(
     await here.cancel()
 
     here.assert_nothing_is_left()
-    assert len(here.router.desk.recent) == 0
+    assert len(here.router.desk.books.recent) == 0
     await world.ended(here.answer)
     assert here.answer.code == "unavailable"
     await here.announcements_are_taken_back()
