@@ -18,8 +18,9 @@ from ..bus.errors import BusUnavailable
 
 # A stream answers in 0.2 ms; an attempt waits this long for it.
 PATIENCE_S = 2.0
-# nats-server's err_code of a stream with `discard_new_per_subject`.
-_MAX_PER_SUBJECT = 10077
+# nats-server's words for a stream with `discard_new_per_subject`. Its err_code (10077) says only that the message was
+# not stored: a stream that is full has the same.
+_MAX_PER_SUBJECT = "maximum messages per subject exceeded"
 
 Settled = Callable[[BusUnavailable | None], None]
 """Called once: with None when the message is stored, else with why it is not, or why nobody knows."""
@@ -105,6 +106,6 @@ def _failure(message: Msg) -> BusUnavailable | None:
     except msgspec.MsgspecError as exc:
         return BusUnavailable(f"The acknowledgement cannot be read: {exc}")
     if ack.error is not None:
-        kind = AlreadyThere if ack.error.get("err_code") == _MAX_PER_SUBJECT else BusUnavailable
+        kind = AlreadyThere if ack.error.get("description") == _MAX_PER_SUBJECT else BusUnavailable
         return kind(f"The stream refuses: {ack.error.get('description')}")
     return None if ack.seq else BusUnavailable("The acknowledgement is empty.")

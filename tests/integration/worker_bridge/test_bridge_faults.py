@@ -46,6 +46,14 @@ async def hears_no_work(at: World) -> bool:
     raise AssertionError("bytes that are no dispatch were answered")
 
 
+async def fill_up(at: World, stream: str) -> None:
+    """The stream has room for what it holds, and no more."""
+    jetstream = (await at.server.bus("deploy")).jetstream
+    info = await jetstream.stream_info(stream)
+    info.config.max_bytes = max(1, info.state.bytes)
+    await jetstream.update_stream(info.config)
+
+
 # -- the engine
 
 
@@ -430,6 +438,25 @@ async def test_without_claims_first_attempts_answer_and_later_ones_are_given_bac
 
         await eventually(lambda: last_word(here, later, 2) == "unavailable", "given back")
         assert not answer.chunks and not answer.finals
+        assert here.metric("prefixbus_bridge_answers_unclaimed_total") == 1
+        await here.until_idle(bridge)
+
+
+async def test_a_full_stream_of_claims_ends_as_none_would_and_keeps_claims_apart(tmp_path: Path) -> None:
+    """The server has one code for a stream that is full and for a claim that is there already."""
+    async with world(tmp_path) as here, here.serving() as bridge:
+        claimed, first, later = (here.job(prompt(seed, 20)) for seed in (1, 2, 3))
+        await bridge.streams.bus.publish_acked(subjects.claim(claimed.request_id), b"w2 1")
+        await fill_up(here, subjects.STREAM_CLAIMS)
+        answer = await here.listen(later)
+
+        await here.ask(first)
+        await here.send(here.dispatch(later, attempt=2))
+        await here.send(here.dispatch(claimed, attempt=2))
+
+        await eventually(lambda: last_word(here, later, 2) == "unavailable", "given back")
+        assert not answer.chunks and not answer.finals
+        await eventually(lambda: last_word(here, claimed, 2) == "already_streaming", "the claim still counts")
         assert here.metric("prefixbus_bridge_answers_unclaimed_total") == 1
         await here.until_idle(bridge)
 
