@@ -15,6 +15,7 @@ Owns: the client, subscriptions, pending requests.   Must not know: what message
 
 import asyncio
 import contextlib
+import secrets
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -48,6 +49,7 @@ _STALLED_AFTER = 3
 _STALE_AFTER = 12
 # Below the inbox: nats-py puts its own consumers' inboxes directly there, and would hand each of their messages twice.
 _REPLIES = "r"
+_TOKEN_BYTES = 8
 _DELIVER: dict[str, DeliverPolicy] = {
     "new": DeliverPolicy.NEW,
     "all": DeliverPolicy.ALL,
@@ -243,7 +245,6 @@ class Bus:
         self._nc = self._new_client()
         self._subscriptions: list[Subscription] = []
         self._pending: dict[str, _Pending] = {}
-        self._next_token = 0
         # The latest denials, in lower case as nats-py reports them.
         self._denied: deque[str] = deque(maxlen=16)
         self._closing = False
@@ -350,8 +351,8 @@ class Bus:
 
         :raises NoResponders: just that.   :raises BusUnavailable: no reply in time, or not connected.
         :raises BusPermissionDenied: this connection may not publish there."""
-        self._next_token += 1
-        token = f"{self._next_token:x}"
+        # Who may answer somebody here may write into all of the inbox: an answer is known by its address alone.
+        token = secrets.token_hex(_TOKEN_BYTES)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Msg] = loop.create_future()
         self._pending[token] = _Pending(subject, future)
