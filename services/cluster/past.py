@@ -1,4 +1,4 @@
-"""What the stream KV_EVENTS tells of the past: the directory's state at a sequence, removals, lives of workers.
+"""What streams tell of the past: the directory's state at a sequence, what workers removed, and their lives.
 
 Owns: which sequences can be asked for.   Must not know: what events do to a directory."""
 
@@ -77,10 +77,16 @@ class Told(NamedTuple):
 
 
 async def told(bus: Bus, since: float | None, until: float | None) -> Told:
-    """The removals and lives of all workers from `since` to `until`."""
+    """The removals of all workers from `since` to `until`, and their lives until then.
+
+    A life begins with its registration, of which the last few of a worker are kept; of an older one its first event is
+    heard of."""
     stream = subjects.STREAM_KV_EVENTS
     removals: list[Removal] = []
     lives: dict[tuple[str, int], Life] = {}
+    async for kept in streams.read(bus, subjects.STREAM_WORKERS, f"$KV.{subjects.BUCKET_WORKERS}.*", until=until):
+        worker = kept.subject.rpartition(".")[2]
+        lives[worker, kept.seq] = Life(worker, kept.seq, kept.at)
     async for kept in streams.read(bus, stream, subjects.ALL_KV, since=since, until=until):
         event = _event(kept)
         if event is None:

@@ -122,8 +122,9 @@ def stream_configs(capture: CaptureSection = NO_CAPTURE) -> tuple[StreamConfig, 
             deny_delete=True,
             **_COMMON,
         ),
-        # One registration per worker, some 100 B: a name's only record must not age out while the worker lives.
-        _bucket(subjects.BUCKET_WORKERS, "Registrations of workers; a sequence is an incarnation.", 1, 4 * _MIB, None),
+        # Registrations, some 300 B each: a name's last record must not age out while the worker lives, and those before
+        # it say when it restarted. Room for 1500 workers.
+        _bucket(subjects.BUCKET_WORKERS, "Registrations of workers; a sequence is an incarnation.", 8, 4 * _MIB, None),
         # The current policy and seven before it, a few KB each.
         _bucket(subjects.BUCKET_POLICIES, "Routing policies.", 8, 4 * _MIB, None),
     )

@@ -115,3 +115,15 @@ async def test_what_a_directory_dropped_is_left_out_of_the_past(server: NatsServ
 
     assert (held.worker, held.gpu_blocks) == ("w1", 2)
     assert [life.worker for life in told.lives] == ["w1"]
+
+
+async def test_a_restart_is_known_of_a_worker_that_has_said_nothing_since(server: NatsServer) -> None:
+    """Its events tell of the life that ended, its registrations of the one that began."""
+    bridge, operator = await server.bus("worker_bridge", "w1"), await server.bus("operator")
+    registered = [await bridge.publish_acked("$KV.WORKERS.w1", b"{}") for _ in range(3)]
+
+    told = await past.told(operator, None, None)
+
+    began = {life.incarnation: life.at for life in told.lives if life.worker == "w1"}
+    assert sorted(began) == registered
+    assert [began[incarnation] for incarnation in registered] == sorted(began.values())
