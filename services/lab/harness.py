@@ -43,10 +43,12 @@ class World:
             Worker(f"w{number:0{width}d}", self.timeline, self.wires, setup, workload.block_size, self._ended)
             for number in range(setup.workers)
         ]
+        self._by_name = {worker.name: worker for worker in self.workers}
         self.routers = [
-            Router(f"r{number}", self.timeline, self.wires, setup, self._answered) for number in range(setup.routers)
+            Router(f"r{number}", self.timeline, self.wires, setup, self, self._answered)
+            for number in range(setup.routers)
         ]
-        self.wires.workers.update({worker.name: worker for worker in self.workers})
+        self.wires.workers.update(self._by_name)
         self.wires.routers.extend(self.routers)
         self.served: list[Served] = []
         self._by_id: dict[str, Served] = {}
@@ -64,9 +66,8 @@ class World:
         timeline.run_until(self.setup.hop_s)
         started_at = timeline.now
         timeline.after(TICK_S, self._tick)
-        by_name = {worker.name: worker for worker in self.workers}
         for at, name in self.setup.resets:
-            timeline.at(started_at + at, by_name[name].reset)
+            timeline.at(started_at + at, self._by_name[name].reset)
         if self._arrivals:
             timeline.at(started_at + self._arrivals[0].at, self._arrive, started_at, 0)
             last_at = started_at + self._arrivals[-1].at
@@ -85,6 +86,12 @@ class World:
             dumps_asked=self.wires.dumps_asked,
             lost_events=self.wires.lost_events,
         )
+
+    def queue_ms(self, worker: str) -> float:
+        return self._by_name[worker].true_queue_ms()
+
+    def cached_tokens(self, worker: str, keys: list[int], prompt_tokens: int) -> int:
+        return self._by_name[worker].true_cached_tokens(keys, prompt_tokens)
 
     def _arrive(self, started_at: float, number: int) -> None:
         arrival = self._arrivals[number]

@@ -18,9 +18,12 @@ from ..router.cost import PROFILES
 from ..router.fleet import Available, Fleet
 from ..router.holdings import corrected
 from ..router.learning import Learner
-from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy, RequestShape
+from ..router.policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
 from ..router.shortlist import Shortlist, shortlist
-from .setup import INCARNATION, MODEL, SERVES, Choose, Setup
+from . import rules
+from .inflight import InFlight
+from .rules import Rule, Sight, Truth
+from .setup import INCARNATION, MODEL, SERVES, Setup
 from .timeline import Timeline
 from .wires import Wires
 from .workload import Arrival, ns_of
@@ -37,7 +40,9 @@ OnAnswer = Callable[[str, PrefixbusError], None]
 
 
 class Router:
-    def __init__(self, name: str, timeline: Timeline, wires: Wires, setup: Setup, on_answer: OnAnswer) -> None:
+    def __init__(
+        self, name: str, timeline: Timeline, wires: Wires, setup: Setup, truth: Truth, on_answer: OnAnswer
+    ) -> None:
         self.name = name
         self.timeline = timeline
         self.wires = wires
@@ -48,6 +53,9 @@ class Router:
         self.learner = Learner({MODEL: setup.model or PROFILES[setup.profile]})
         self.ordinals = itertools.count()
         self.in_hand: dict[str, _Request] = {}
+        self.rule = None if isinstance(setup.policy, Policy) else setup.policy(setup.seed)
+        self.in_flight = InFlight(rules.HISTORY_S)
+        self._truth = truth
 
     def __repr__(self) -> str:
         return f"<Router {self.name} in hand={len(self.in_hand)} {self.fleet!r}>"
@@ -68,7 +76,6 @@ class Router:
         now = self.timeline.now
         wanted = self.setup.policy
         weights = wanted if isinstance(wanted, Policy) else Policy()
-        whole_fleet = SCHEMES[weights.name].whole_fleet if isinstance(wanted, Policy) else True
         short = shortlist(
             route,
             available,
@@ -77,13 +84,45 @@ class Router:
             self.learner,
             weights,
             now,
-            whole_fleet=whole_fleet,
+            whole_fleet=self.rule is not None or SCHEMES[weights.name].whole_fleet,
             ordinal=next(self.ordinals),
             has_waited=has_waited,
         )
-        if isinstance(wanted, Policy):
-            return policy.decide(short.shape, short.candidates, wanted, now)
-        return _by_rule(wanted, short, now)
+        if self.rule is None:
+            return policy.decide(short.shape, short.candidates, weights, now)
+        return self._by_rule(self.rule, route, short, now)
+
+    def _by_rule(self, rule: Rule, route: Route, short: Shortlist, now: float) -> Decision:
+        """A decision that stands whatever the worker's true queue is."""
+        shape = short.shape
+        candidates = sorted(short.candidates, key=lambda one: one.worker)
+        keys = memoryview(route.keys).cast("Q").tolist()
+        chosen = rule.choose(Sight(shape, keys, candidates, self.in_flight, now, self._truth))
+        ranking = [policy.price(shape, one, Policy()) for one in candidates]
+        ranking.sort(key=lambda terms: terms.candidate.worker != chosen)
+        first = ranking[0]
+        uncached_tokens = max(1, shape.prompt_tokens - first.candidate.cached_tokens)
+        self.in_flight.ended(route.request_id)
+        self.in_flight.sent(
+            route.request_id,
+            chosen,
+            keys,
+            shape.prompt_tokens,
+            uncached_tokens,
+            shape.block_size,
+            rules.compute_ms(shape, first.candidate),
+            now,
+        )
+        return Decision(
+            worker=chosen,
+            name="rule",
+            predicted_tokens=first.candidate.cached_tokens,
+            work_ms=first.work_ms,
+            queue_ms=first.candidate.queue_ms,
+            max_queue_ms=NO_LIMIT_MS,
+            ranking=ranking,
+            decided_at=now,
+        )
 
     # --- what is heard ---
 
@@ -107,9 +146,14 @@ class Router:
         if around is not None and self.setup.learns:
             self.learner.hear(outcome, around, now)
         self.fleet.settle(outcome.request_id, outcome.attempt, now)
+        self.in_flight.ended(outcome.request_id)
         request = self.in_hand.get(outcome.request_id)
         if request is not None:
             request.perform(request.attempts.outcome(outcome.attempt))
+
+    def hear_first_token(self, request_id: str) -> None:
+        """Of a request that it sees the answer of: nothing of ours is told by it."""
+        self.in_flight.first_token(request_id)
 
     def hear_cancel(self, tenant: str, request_id: str) -> None:
         request = self.in_hand.get(request_id)
@@ -269,32 +313,3 @@ class _Request:
             shared_blocks=self._shared_blocks,
         )
         self._router.wires.announce(announced, self._router)
-
-
-def _by_rule(choose: Choose, short: Shortlist, now: float) -> Decision:
-    """A decision by a rule that is none of ours; it stands whatever the worker's true queue is."""
-    chosen = choose(short.shape, short.candidates, now)
-    ranking = [policy.price(short.shape, one, Policy()) for one in short.candidates]
-    ranking.sort(key=lambda terms: terms.candidate.worker != chosen)
-    first = ranking[0]
-    return Decision(
-        worker=chosen,
-        name="rule",
-        predicted_tokens=first.candidate.cached_tokens,
-        work_ms=first.work_ms,
-        queue_ms=first.candidate.queue_ms,
-        max_queue_ms=NO_LIMIT_MS,
-        ranking=ranking,
-        decided_at=now,
-    )
-
-
-def least_loaded(request: RequestShape, candidates: list[Candidate], now: float) -> str:
-    """The shortest queue, then the least KV in use; caches are not looked at."""
-    return min(candidates, key=lambda one: (one.queue_ms, one.pinned_tokens, one.worker)).worker
-
-
-def round_robin(request: RequestShape, candidates: list[Candidate], now: float) -> str:
-    """One after the other, by name."""
-    names = sorted(one.worker for one in candidates)
-    return names[request.ordinal % len(names)]

@@ -2,7 +2,6 @@
 
 Owns: the defaults.   Must not know: how any of it is simulated.   Units: seconds, tokens."""
 
-from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -10,10 +9,8 @@ from msgspec import Meta
 
 from ..directory.placement import PlacementRules
 from ..router.cost import PrefillModel
-from ..router.policy import Candidate, Policy, RequestShape
-
-Choose = Callable[[RequestShape, list[Candidate], float], str]
-"""A rule to compare with: the worker it chooses among all, at a time in seconds."""
+from ..router.policy import Policy
+from .rules import MakeRule
 
 # Each worker has one life, and all serve one model.
 INCARNATION = 1
@@ -26,7 +23,8 @@ _Seconds = Annotated[float, Meta(ge=0)]
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """One run's circumstances. Two runs of equal setups and workloads end alike, to the last bit."""
 
-    policy: Policy | Choose = Policy()
+    # Ours, or a rule to compare with.
+    policy: Policy | MakeRule = Policy()
     workers: int = 8
     routers: int = 1
     # 8 x 1.05M tokens: what facts/policy.md is about.

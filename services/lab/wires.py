@@ -20,6 +20,7 @@ from ..bus.messages import (
 )
 from ..directory.ledger import AskDump, Effect
 from ..directory.shard import Shard
+from ..router.policy import Policy
 from .chance import Chance
 from .setup import Setup
 from .timeline import Timeline
@@ -32,6 +33,7 @@ class RouterEnd(Protocol):
     def hear_dispatched(self, announced: Dispatched) -> None: ...
     def hear_outcome(self, outcome: Outcome) -> None: ...
     def hear_cancel(self, tenant: str, request_id: str) -> None: ...
+    def hear_first_token(self, request_id: str) -> None: ...
 
 
 class WorkerEnd(Protocol):
@@ -106,6 +108,11 @@ class Wires:
     def outcome(self, outcome: Outcome) -> None:
         self._timeline.after(self._setup.hop_s, self._outcome, outcome)
 
+    def first_token(self, request_id: str) -> None:
+        """For rules whose routers see answers pass."""
+        if not isinstance(self._setup.policy, Policy):
+            self._timeline.after(self._setup.hop_s, self._first_token, request_id)
+
     def cancel(self, tenant: str, request_id: str) -> None:
         self._timeline.after(self._setup.hop_s, self._cancel, tenant, request_id)
 
@@ -149,6 +156,10 @@ class Wires:
         for router in self.routers:
             router.hear_outcome(outcome)
         self.perform(self.directory.outcome(outcome, self._timeline.now))
+
+    def _first_token(self, request_id: str) -> None:
+        for router in self.routers:
+            router.hear_first_token(request_id)
 
     def _cancel(self, tenant: str, request_id: str) -> None:
         for router in self.routers:

@@ -104,6 +104,28 @@ class Worker:
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.core!r}>"
 
+    # --- as it is in this instant, which nobody can know ---
+
+    def true_queue_ms(self) -> float:
+        """All prefill that was sent here and is not computed yet; a step under way counts as computed."""
+        core = self.core
+        total_ms, left_tokens = 0.0, 0
+        for running in self._running.values():
+            request = running.request
+            if request.first_token_ms is not None:
+                continue
+            length, done = request.prompt_tokens, request.computed
+            if request not in core.running:
+                done = self._block_size * self._held_blocks(request.sequence.keys, length)
+            tokens = max(0, length - done)
+            left_tokens += tokens
+            total_ms += core.profile.chunk_ms(tokens, length)
+        steps = -(-left_tokens // core.profile.step_tokens)
+        return total_ms + steps * (core.profile.step_ms + core.profile.prefill_step_ms)
+
+    def true_cached_tokens(self, keys: list[int], prompt_tokens: int) -> int:
+        return self._block_size * self._held_blocks(keys, prompt_tokens)
+
     # --- what is heard ---
 
     def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
@@ -360,6 +382,7 @@ class Worker:
             running = self._running.get(request.request_id)
             if running is not None:
                 self.admission.first_token(running.ticket, now)
+                self._wires.first_token(request.request_id)
         for request in result.finished:
             running = self._running.get(request.request_id)
             if running is not None:

@@ -5,8 +5,8 @@ import pytest
 from prefixbus.lab import synthetic
 from prefixbus.lab.harness import run
 from prefixbus.lab.results import Result
-from prefixbus.lab.router import least_loaded, round_robin
-from prefixbus.lab.setup import Choose, Setup
+from prefixbus.lab.rules import RULES, MakeRule, ruled
+from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 from prefixbus.router.policy import Policy
 
@@ -16,16 +16,15 @@ def load() -> Workload:
     return synthetic.zipf_prefixes(rate=40, count=400, prefixes=20, seed=3)
 
 
-POLICIES: dict[str, Policy | Choose] = {
+POLICIES: dict[str, Policy | MakeRule] = {
     "prefix-aware": Policy(),
-    "round-robin": Policy(name="round-robin"),
-    "least-loaded-rule": least_loaded,
-    "round-robin-rule": round_robin,
+    "round-robin-policy": Policy(name="round-robin"),
+    **{name: ruled(name) for name in RULES},
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_every_request_ends_once_and_nothing_is_left_behind(load: Workload, policy: Policy | Choose) -> None:
+def test_every_request_ends_once_and_nothing_is_left_behind(load: Workload, policy: Policy | MakeRule) -> None:
     result = run(Setup(policy=policy, workers=4, routers=2, event_loss=0.1), load)
 
     assert [one.status for one in result.served] == ["ok"] * len(load.arrivals)

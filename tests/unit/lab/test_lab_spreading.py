@@ -9,7 +9,7 @@ import pytest
 from prefixbus.lab import synthetic
 from prefixbus.lab.harness import World, run
 from prefixbus.lab.results import Served
-from prefixbus.lab.router import least_loaded, round_robin
+from prefixbus.lab.rules import ruled
 from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 
@@ -54,8 +54,8 @@ def test_one_very_hot_prefix_near_saturation_is_served_better_than_in_turn(load:
     def asked(rate: float) -> Workload:
         return synthetic.zipf_prefixes(rate=rate, count=800, exponent=1.2, output_tokens=60)
 
-    saturation = 800 / run(Setup(workers=4, slots=4096, policy=round_robin), asked(100).at_once()).ended_at
-    in_turn = run(Setup(workers=4, policy=round_robin), asked(load * saturation)).ttft()
+    saturation = 800 / run(Setup(workers=4, slots=4096, policy=ruled("round-robin")), asked(100).at_once()).ended_at
+    in_turn = run(Setup(workers=4, policy=ruled("round-robin")), asked(load * saturation)).ttft()
     ours = run(Setup(workers=4), asked(load * saturation)).ttft()
 
     assert ours.count == in_turn.count == 800
@@ -72,7 +72,7 @@ def test_traffic_that_never_repeats_costs_nothing_over_least_loaded(rate: float)
     sums of several runs are compared."""
     loads = [synthetic.never_repeating(rate=rate, count=350, seed=seed) for seed in range(3)]
 
-    least = sum(run(Setup(workers=4, policy=least_loaded), load).ttft().mean for load in loads)
+    least = sum(run(Setup(workers=4, policy=ruled("least-loaded")), load).ttft().mean for load in loads)
     ours = sum(run(Setup(workers=4), load).ttft().mean for load in loads)
 
     assert ours <= 1.01 * least

@@ -7,9 +7,10 @@ import pytest
 from prefixbus.lab import synthetic
 from prefixbus.lab.harness import run
 from prefixbus.lab.results import Result
-from prefixbus.lab.setup import Choose, Setup
+from prefixbus.lab.rules import MakeRule, Sight
+from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Arrival, Segment, Workload, keys_of, seed_of
-from prefixbus.router.policy import Candidate, Policy, RequestShape, decide
+from prefixbus.router.policy import Policy, RequestShape, decide
 
 WORKERS = 4
 BLOCK = 32
@@ -23,13 +24,19 @@ def prompt(at: float, *segments: Segment, output_tokens: int = 40, prefix_class:
     return Arrival(at, keys, sum(one.tokens for one in segments), output_tokens, prefix_class=prefix_class)
 
 
-def steered(where: Callable[[RequestShape], str]) -> Choose:
+class Steered:
     """The production policy, but for requests whose worker is given."""
 
-    def choose(request: RequestShape, candidates: list[Candidate], now: float) -> str:
-        return where(request) or decide(request, candidates, Policy(), now).worker
+    def __init__(self, where: Callable[[RequestShape], str]) -> None:
+        self._where = where
 
-    return choose
+    def choose(self, sight: Sight) -> str:
+        request = sight.request
+        return self._where(request) or decide(request, sight.candidates, Policy(), sight.now).worker
+
+
+def steered(where: Callable[[RequestShape], str]) -> MakeRule:
+    return lambda _seed: Steered(where)
 
 
 # --- cold requests among hot ones
