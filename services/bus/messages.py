@@ -32,6 +32,11 @@ WARM = "warm"
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 _QueueMs = Annotated[float, Meta(ge=0, le=1e12)]
 _Usage = Annotated[float, Meta(ge=0, le=100)]
+# And of records, which anybody may read long after: a time is one of the calendar, which ends with the year 9999, and
+# sums are finite. Wide enough for all that a router makes of what it believes of bridges.
+_At = Annotated[float, Meta(ge=0, lt=253_402_300_800)]
+_Figure = Annotated[float, Meta(ge=-1e30, le=1e30)]
+_Sum = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
 # And what is remembered of them has a size: ids are 26 characters and 16 bytes.
 _Name = Annotated[str, Meta(max_length=512)]
 _Id = Annotated[str, Meta(max_length=64)]
@@ -353,9 +358,9 @@ class Outcome(msgspec.Struct, frozen=True):
     v: int
     request_id: str
     client_request_id: str
-    attempt: int
+    attempt: _Count
     worker: str
-    incarnation: int
+    incarnation: _Count
     tenant: str
     model: str
     ns_id: str
@@ -363,15 +368,15 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str
     prefix_class: str
     decision: str
-    prompt_tokens: int
-    predicted_tokens: int
-    cached_tokens: int | None
-    prefill_tokens: int | None
-    output_tokens: int
-    queue_wait_ms: float | None
-    ttft_ms: float | None
-    total_ms: float
-    ended_at: float
+    prompt_tokens: _Count
+    predicted_tokens: _Count
+    cached_tokens: _Count | None
+    prefill_tokens: _Count | None
+    output_tokens: _Count
+    queue_wait_ms: _Figure | None
+    ttft_ms: _Figure | None
+    total_ms: _Figure
+    ended_at: _At
     traceparent: str = ""
 
 
@@ -384,32 +389,32 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     `queue_ms` - `transfer_ms` - `imbalance_penalty_ms`, the order of which is the order of `cost_ms`."""
 
     worker: str
-    cached_tokens: int
-    queue_ms: float
-    prefill_ms: float
-    interference_ms: float
-    memory_wait_ms: float
-    new_kv_ms: float
-    externality_ms: float
-    home_bonus_ms: float
-    ttft_ms: float
-    cost_ms: float
-    rho: float = 0.0
-    pinned_tokens: int = 0
-    free_tokens: int = 0
+    cached_tokens: _Count
+    queue_ms: _Figure
+    prefill_ms: _Figure
+    interference_ms: _Figure
+    memory_wait_ms: _Figure
+    new_kv_ms: _Figure
+    externality_ms: _Figure
+    home_bonus_ms: _Figure
+    ttft_ms: _Figure
+    cost_ms: _Figure
+    rho: _Figure = 0.0
+    pinned_tokens: _Sum = 0
+    free_tokens: _Sum = 0
     worker_class: str = ""
-    speed: float = 1.0
-    held_blocks: int = 0
-    announced_blocks: int = 0
-    trust: float = 1.0
+    speed: _Figure = 1.0
+    held_blocks: _Count = 0
+    announced_blocks: _Count = 0
+    trust: _Figure = 1.0
     only_reserved: bool = False
     pull_source: str = ""
-    pull_tokens: int = 0
-    pull_ms: float = 0.0
-    transfer_ms: float = 0.0
-    saved_prefill_ms: float = 0.0
-    imbalance_penalty_ms: float = 0.0
-    net_gain_ms: float = 0.0
+    pull_tokens: _Count = 0
+    pull_ms: _Figure = 0.0
+    transfer_ms: _Figure = 0.0
+    saved_prefill_ms: _Figure = 0.0
+    imbalance_penalty_ms: _Figure = 0.0
+    net_gain_ms: _Figure = 0.0
 
 
 class ShadowRecord(msgspec.Struct, frozen=True):
@@ -419,8 +424,8 @@ class ShadowRecord(msgspec.Struct, frozen=True):
     policy_digest: str
     selected_worker: str
     decision: str
-    predicted_cached_tokens: int
-    cost_ms: float
+    predicted_cached_tokens: _Count
+    cost_ms: _Figure
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
@@ -437,45 +442,45 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     v: int
     request_id: str
     client_request_id: str
-    attempt: int
+    attempt: _Count
     router: str
     model: str
     tenant: str
     prefix_class: str
     prefix_key: str
-    prompt_tokens: int
+    prompt_tokens: _Count
     policy: str
     selected_worker: str
-    predicted_cached_tokens: int
+    predicted_cached_tokens: _Count
     decision: str
     candidate_workers: list[CandidateRecord]
     excluded: dict[str, str]
-    decided_at: float
-    output_tokens: int = 0
-    block_size: int = 0
+    decided_at: _At
+    output_tokens: _Count = 0
+    block_size: _Count = 0
     home: str = ""
     blind: bool = False
-    ordinal: int = 0
-    shared_blocks: int = 0
-    held_blocks: int = 0
-    max_queue_ms: float = 0.0
-    prefill_model: list[float] = []
+    ordinal: _Count = 0
+    shared_blocks: _Count = 0
+    held_blocks: _Count = 0
+    max_queue_ms: _Figure = 0.0
+    prefill_model: list[_Figure] = []
     policy_weights: dict[str, str | float | None] = {}
     code_version: str = ""
-    prefill_models: dict[str, list[float]] = {}
+    prefill_models: dict[str, list[_Figure]] = {}
     policy_digest: str = ""
     rollout: str = "active"
     has_waited: bool = False
-    fleet_rho: float = 0.0
+    fleet_rho: _Figure = 0.0
     directory: str = ""
-    stream_seq: int = 0
-    max_wait_ms: float = 0.0
+    stream_seq: _Count = 0
+    max_wait_ms: _Figure = 0.0
     is_warm: bool = False
     shadow: ShadowRecord | None = None
     template_version: str = ""
     tokenizer_revision: str = ""
-    segments: list[tuple[int, str]] = []
-    min_held_blocks: int = 0
+    segments: list[tuple[_Count, str]] = []
+    min_held_blocks: _Count = 0
 
 
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):

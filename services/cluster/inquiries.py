@@ -7,7 +7,7 @@ import asyncio
 import enum
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,7 +64,7 @@ def explain(
             return await records.of_request(bus, request_id)
 
     found, others = asyncio.run(work())
-    _say_unreadable(found)
+    _say_unreadable(found.unreadable)
     if as_json:
         typer.echo(explain_module.document(found))
     else:
@@ -190,7 +190,7 @@ def mismatches(
         return found, told
 
     found, told = asyncio.run(work())
-    _say_unreadable(found)
+    _say_unreadable(found.unreadable)
     report = mismatches_module.report(found.decisions, found.outcomes, told.removals, told.lives)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report)))
@@ -245,14 +245,18 @@ def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[De
             return await records.between(bus, first, last)
 
     found = asyncio.run(work())
-    _say_unreadable(found)
+    _say_unreadable(found.unreadable)
     return found.decisions
 
 
-def _say_unreadable(found: "Records") -> None:
-    if found.unreadable:
-        what = f"{len(found.unreadable)} records are left out: they cannot be read, or are not about their subject"
-        typer.echo(f"{what}, such as {found.unreadable[0]}", err=True)
+def _say_unreadable(subjects: Sequence[str], what: str = "record") -> None:
+    """`subjects` are those under which there was something that is left out."""
+    from .terminal import plain
+
+    if subjects:
+        count = f"1 {what} is" if len(subjects) == 1 else f"{len(subjects)} {what}s are"
+        why = "cannot be read, or not about its subject"
+        typer.echo(f"{count} left out ({why}), such as under {plain(subjects[0])}", err=True)
 
 
 def _range(since: str, until: str) -> tuple[float | None, float | None]:
