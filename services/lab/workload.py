@@ -13,6 +13,8 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from .chance import Chance
+
 _hash = xxhash.xxh3_64_intdigest
 
 
@@ -40,6 +42,17 @@ class Workload(NamedTuple):
         """The same requests, arriving `speed` times as fast."""
         sped = [msgspec.structs.replace(arrival, at=arrival.at / speed) for arrival in self.arrivals]
         return Workload(sped, self.block_size)
+
+    def jittered(self, seed: int, seconds: float = 0.005) -> "Workload":
+        """The same requests, each up to so much later: what comes out another time is no difference.
+
+        Recorded arrivals are often rounded; those of one instant come in another order for each seed."""
+        chance = Chance(seed, "jitter")
+        later = [
+            msgspec.structs.replace(arrival, at=arrival.at + seconds * chance.uniform()) for arrival in self.arrivals
+        ]
+        later.sort(key=lambda arrival: arrival.at)
+        return Workload(later, self.block_size)
 
     def at_once(self) -> "Workload":
         """The same requests, all at the start: how long they take tells what a fleet can do."""
