@@ -209,9 +209,11 @@ def outcome(worker: str, request_id: str) -> str:
     return f"{PREFIX}.outcome.{worker}.{request_id}"
 
 
-def outcome_id(request_id: str, attempt: int) -> str:
-    """The message id of an attempt's outcome, by its bridge or by a router: the stream keeps the first."""
-    return f"outcome-{request_id}-{attempt}"
+def outcome_id(address: str) -> str:
+    """The message id of an attempt's outcome, by its bridge or by its router: the stream keeps the first.
+
+    `address` is where the router hears of the attempt; these two alone know it, and so nobody else can use the id."""
+    return f"outcome-{address}"
 
 
 def journal(request_id: str) -> str:

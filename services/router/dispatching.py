@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import math
+import secrets
 from collections import deque
 from collections.abc import Callable
 
@@ -57,6 +58,7 @@ from ..bus.messages import (
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, gains, journal, overload, policy
+from .addresses import Addresses
 from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .books import Books
 from .fleet import Available, Fleet, Lost, Survey
@@ -69,7 +71,7 @@ from .rollout import Rollout
 from .shortlist import Shortlist, shortlist
 from .warming import Warming
 
-# Below our inbox: `<kind>.<request id>.<attempt>`, where bridges answer dispatches, aborts and questions.
+# Kinds of addresses (addresses.py): where bridges answer dispatches, aborts and questions.
 DISPATCHES = "d"
 ABORTS = "a"
 STATUSES = "s"
@@ -105,6 +107,7 @@ UNLISTED_S = 2.0
 RETRY_AFTER_S = 1
 # Each holds its prompt until its first frame; beyond it new ones are refused.
 MAX_IN_HAND = 20_000
+ADDRESS_KEY_BYTES = 16
 # Ended requests whose late attempts are told to stop.
 REMEMBER_ANSWERED = 10_000
 
@@ -120,6 +123,7 @@ class Desk:
         self.fleet = Fleet(rt.config.router.suspect_after_s, rt.config.router.lost_after_s)
         self.books = Books(self.fleet)
         self.cancels = Cancels()
+        self.addresses = Addresses(rt.bus.inbox_prefix, secrets.token_bytes(ADDRESS_KEY_BYTES))
         # By shard of the directory: one that hangs says nothing about another.
         self.patience = [Patience() for _ in range(rt.config.directory.shards)]
         self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
@@ -533,9 +537,8 @@ class Request:
             rollout=role,
             shadow=self._look_on(decision, available, ordinal, now, wall),
         )
-        desk.records.put(
-            subjects.journal(route.request_id), DECISION.encode(record), f"{route.request_id}.{attempts.attempt}"
-        )
+        msg_id = f"decision-{route.request_id}-{desk.addresses.name(route.request_id, attempts.attempt)}"
+        desk.records.put(subjects.journal(route.request_id), DECISION.encode(record), msg_id)
         return effects
 
     def _survey(self, now: float) -> Survey:
@@ -636,7 +639,7 @@ class Request:
         self._start("silent", accept_s, functools.partial(self._silence_is_due, attempts.attempt))
         self._stop("look")
         self.keep_alive()
-        reply = f"{desk.bus.inbox_prefix}.{DISPATCHES}.{route.request_id}.{attempts.attempt}"
+        reply = desk.addresses.of(DISPATCHES, route.request_id, attempts.attempt)
         try:
             desk.bus.send(subjects.work(attempts.worker), DISPATCH.encode(dispatch), reply=reply)
         except BusUnavailable:
@@ -672,7 +675,7 @@ class Request:
         desk, attempts = self._desk, self.attempts
         timeout_s = desk.settings.accept_timeout_ms / 1000
         self._start("silent", timeout_s, functools.partial(self._silence_is_due, attempts.attempt))
-        reply = f"{desk.bus.inbox_prefix}.{ABORTS}.{self._route.request_id}.{attempts.attempt}"
+        reply = desk.addresses.of(ABORTS, self._route.request_id, attempts.attempt)
         desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
 
     async def _take_back(self) -> None:
@@ -741,7 +744,7 @@ class Request:
             ended_at=desk.clock.wall(),
             traceparent=traceparent,
         )
-        msg_id = subjects.outcome_id(route.request_id, outcome.attempt)
+        msg_id = subjects.outcome_id(desk.addresses.of(DISPATCHES, route.request_id, outcome.attempt))
         return subjects.ended(route.request_id), OUTCOME.encode(outcome), msg_id
 
     async def _let_go(self) -> None:
@@ -787,7 +790,7 @@ class Request:
             desk.bus.send(
                 subjects.control(attempts.worker, "status"),
                 ABORT.encode(Abort(VERSION, request_id, attempt)),
-                reply=f"{desk.bus.inbox_prefix}.{STATUSES}.{request_id}.{attempt}",
+                reply=desk.addresses.of(STATUSES, request_id, attempt),
             )
 
     def _silence_is_due(self, attempt: int) -> None:
@@ -827,7 +830,7 @@ class Request:
         route = self._route
         body = frames.keepalive(route.kind, route.model, route.request_id, route.created_at)
         headers = frames.keepalive_headers(route.client_request_id)
-        nobody = f"{self._desk.bus.inbox_prefix}.{CLIENTS}.{route.request_id}.{self.attempts.attempt}"
+        nobody = self._desk.addresses.of(CLIENTS, route.request_id, self.attempts.attempt)
         try:
             self._desk.bus.send(route.reply, body, headers=headers, reply=nobody)
         except PrefixbusError as exc:

@@ -137,7 +137,8 @@ class Metrics:
         )
         self.foreign_answers = Counter(
             "prefixbus_router_foreign_answers",
-            "Answers to dispatches and aborts, and outcomes, by another worker or life than the one addressed.",
+            "Answers to dispatches and aborts, and outcomes, by another worker or life than the one addressed, or by who "
+            "was asked nothing.",
             registry=registry,
         )
         self.in_hand = Gauge(

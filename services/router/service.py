@@ -50,10 +50,10 @@ async def run(rt: Runtime) -> None:
     await rt.listen(subjects.ALL_OUTCOME, OUTCOME, wires.outcome)
     await rt.listen(subjects.WARM, WARM_ORDER, desk.warming.order)
     await rt.listen_plain(subjects.ALL_CANCELLED, wires.cancelled)
-    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{DISPATCHES}.*.*", wires.accept)
-    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{ABORTS}.*.*", wires.aborted)
-    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{STATUSES}.*.*", wires.status)
-    await rt.listen_plain(f"{rt.bus.inbox_prefix}.{CLIENTS}.*.*", wires.client)
+    await rt.listen_plain(desk.addresses.all(DISPATCHES), wires.accept)
+    await rt.listen_plain(desk.addresses.all(ABORTS), wires.aborted)
+    await rt.listen_plain(desk.addresses.all(STATUSES), wires.status)
+    await rt.listen_plain(desk.addresses.all(CLIENTS), wires.client)
     await rt.listen_plain(f"{rt.bus.inbox_prefix}.{WARMS}.*.*", desk.warming.answered)
     for role in ROLES:
         heard = functools.partial(wires.new_policy, role)
@@ -105,7 +105,9 @@ class Wires:
                 request.post(functools.partial(request.attempts.unreachable, attempt))
             return
         accept = ACCEPT.decode(message.data)
-        if request is not None:
+        if (accept.request_id, accept.attempt) != (request_id, attempt):
+            self._desk.metrics.foreign_answers.inc()
+        elif request is not None:
             request.post(functools.partial(request.hear_accept, accept))
         elif request_id in self._desk.answered and accept.refused in ("", STARTED):
             # The client has been told that it failed: whoever still works on it should stop.
@@ -172,10 +174,14 @@ class Wires:
             await anyio.sleep(SWEEP_S)
 
     def _asked(self, message: Msg) -> tuple[Request | None, str, int]:
-        """The request and attempt that an answer in our inbox is about. Only bridges may write there; a malformed tail
-        is attempt 0, of which nobody knows anything."""
-        request_id, attempt = message.subject.split(".")[-2:]
-        return self._desk.in_hand.get(request_id), request_id, int(attempt) if attempt.isdecimal() else 0
+        """The request and attempt that an answer in our inbox is about: none, if it came where nobody was told to
+        answer."""
+        named = self._desk.addresses.read(message.subject)
+        if named is None:
+            self._desk.metrics.foreign_answers.inc()
+            return None, "", 0
+        request_id, attempt = named
+        return self._desk.in_hand.get(request_id), request_id, attempt
 
 
 def _check_sender(expected: str, message: Msg) -> None:

@@ -371,6 +371,11 @@ class Attempt:
         """Of all full blocks of its prompt; none once it is over."""
         return b"" if self._over else self._started.keys
 
+    @property
+    def _address(self) -> str:
+        """Where its router hears of it, which no other bridge knows: ids that streams keep but once are made of it."""
+        return self._started.reply or self.name
+
     async def keep_alive(self, now: float) -> None:
         """Breaks a silence, and asks the server whether anybody listens."""
         if not (self._over or self._stopped is not None or self._streams.heartbeat.lapsed()):
@@ -543,7 +548,7 @@ class Attempt:
             tokens=ticket.held_blocks * streams.index.block_size,
             decision=self._started.dispatch.decision,
         )
-        payload, msg_id = FACT.encode(fact), f"reuse-{self.name}"
+        payload, msg_id = FACT.encode(fact), f"reuse-{self._address}"
 
         def settled(failure: BusUnavailable | None) -> None:
             if failure is not None:
@@ -676,7 +681,7 @@ class Attempt:
         outcome = self._outcome(error)
         streams = self._streams
         streams.metrics.ended(outcome)
-        msg_id = subjects.outcome_id(outcome.request_id, outcome.attempt)
+        msg_id = subjects.outcome_id(self._address)
         streams.outbox.put(subjects.outcome(streams.worker, outcome.request_id), OUTCOME.encode(outcome), msg_id)
         if error is None and outcome.cached_tokens is not None:
             answered = Answered(

@@ -67,7 +67,7 @@ class FakeBridge:
         self._load = load
         self._reports = itertools.count(1)
         self._accepted: list[str] = []
-        self._replies: dict[tuple[str, int], str] = {}
+        self.replies: dict[tuple[str, int], str] = {}
         self._subscriptions: list[Subscription] = []
         self._beating: asyncio.Task[None] | None = None
 
@@ -168,7 +168,7 @@ class FakeBridge:
         )
         if self.outcomes_get_lost:
             return
-        msg_id = subjects.outcome_id(dispatch.request_id, dispatch.attempt)
+        msg_id = subjects.outcome_id(self.replies.get((dispatch.request_id, dispatch.attempt), self.worker))
         await self.bus.publish_acked(
             subjects.outcome(self.worker, dispatch.request_id), OUTCOME.encode(outcome), msg_id=msg_id
         )
@@ -176,7 +176,7 @@ class FakeBridge:
     async def _say(self, dispatch: Dispatch, refused: str) -> None:
         request_id, attempt, life = dispatch.request_id, dispatch.attempt, self.incarnation
         accept = Accept(VERSION, request_id, attempt, self.worker, life, refused, self.queue_ms, 0)
-        await self.bus.publish(self._replies[dispatch.request_id, dispatch.attempt], ACCEPT.encode(accept))
+        await self.bus.publish(self.replies[dispatch.request_id, dispatch.attempt], ACCEPT.encode(accept))
 
     async def _beat(self) -> None:
         while True:
@@ -186,7 +186,7 @@ class FakeBridge:
     async def _hear_dispatch(self, message: Msg) -> None:
         dispatch = DISPATCH.decode(message.data)
         attempt = (dispatch.request_id, dispatch.attempt)
-        self._replies[attempt] = message.reply
+        self.replies[attempt] = message.reply
         answer = "superseded" if self.stages.get(attempt) == "aborted" else self.answer(dispatch)
         self.dispatches.append(dispatch)
         if answer is None:
@@ -204,7 +204,7 @@ class FakeBridge:
         abort = ABORT.decode(message.data)
         attempt = (abort.request_id, abort.attempt)
         if message.subject.endswith(".status"):
-            stage = self.stages.get(attempt, "accepted" if attempt in self._replies else "")
+            stage = self.stages.get(attempt, "accepted" if attempt in self.replies else "")
             where = {"accepted": "running", "started": "running", "aborted": "given_back"}.get(stage, stage)
             await self._reply(message, "" if self.forgets else where)
             return

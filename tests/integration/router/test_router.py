@@ -16,7 +16,21 @@ from support.nats import NatsServer, eventually
 
 from prefixbus.bus import config, subjects
 from prefixbus.bus.clock import RealClock
-from prefixbus.bus.messages import DECISION, DISPATCHED, JOB, VERSION, DecisionRecord, Dispatched, Job, Level
+from prefixbus.bus.connection import Bus
+from prefixbus.bus.messages import (
+    ACCEPT,
+    CONTROL_REPLY,
+    DECISION,
+    DISPATCHED,
+    JOB,
+    VERSION,
+    Accept,
+    ControlReply,
+    DecisionRecord,
+    Dispatched,
+    Job,
+    Level,
+)
 from prefixbus.bus.runtime import Runtime
 from prefixbus.router import dispatching, journal, patience, service
 from prefixbus.router.attempts import State
@@ -1086,6 +1100,86 @@ async def test_a_worker_that_tells_another_block_size_than_its_models_is_no_cand
     await eventually(lambda: bool(world.records), "the decision is recorded")
     assert world.records[0].excluded == {"w1": "model"}
     assert world.records[0].block_size == BLOCK
+
+
+FORGED = {
+    "it was refused": ("d", "draining", {}),
+    "it was given back": ("d", "given_back", {}),
+    "it has begun": ("d", "started", {}),
+    "nobody listens": ("d", "", {"Status": "503"}),
+    "it was withdrawn": ("a", "", {}),
+    "its worker knows nothing of it": ("s", "", {}),
+    "its client is gone": ("c", "", {"Status": "503"}),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+async def test_a_bridge_that_refused_cannot_speak_of_what_another_one_has(world: World, case: str) -> None:
+    """It knows the request, and where it was itself expected to answer."""
+    kind, word, headers = FORGED[case]
+    liar, honest = await world.bridge("w1"), await world.bridge("w2")
+    liar.answer = lambda dispatch: "draining"
+    honest.queue_ms, honest.streams = 1000.0, False
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both are known")
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(honest.dispatches), "the second has it")
+    dispatch = honest.dispatches[0]
+    request = router.desk.in_hand[dispatch.request_id]
+    await eventually(lambda: request.attempts.state is State.ACCEPTED, "and has said so")
+
+    own = liar.replies[dispatch.request_id, 1].split(".")
+    own[-3] = kind
+    mark = own[-1].removeprefix("1")
+    addresses = [".".join([*own[:-1], name]) for name in ("2", f"2{mark}", f"2{mark[:-1]}", own[-1])]
+    if kind == "d" and word:
+        forged = ACCEPT.encode(Accept(VERSION, dispatch.request_id, 2, "w2", honest.incarnation, word, 0.0, 0))
+    else:
+        forged = CONTROL_REPLY.encode(ControlReply(VERSION, "w2", honest.incarnation, word))
+    for address in addresses:
+        await liar.bus.publish(address, forged, headers=headers)
+    await liar.bus.flush()
+    await router.rt.bus.flush()
+
+    assert dispatch.attempt == 2
+    assert router.value("prefixbus_router_foreign_answers_total") >= 3
+    assert (request.attempts.state, request.attempts.attempt) == (State.ACCEPTED, 2)
+    assert honest.aborts == []
+    await honest.start_answer(dispatch)
+    await honest.end_answer(dispatch)
+    await world.ended(answer)
+    assert answer.code == ""
+    await world.books_balance()
+
+
+async def test_a_bridge_that_refused_cannot_keep_records_of_what_another_one_has_out_of_the_journal(
+    world: World,
+) -> None:
+    """A stream keeps one message of an id, whoever was first to use it."""
+    liar, honest = await world.bridge("w1"), await world.bridge("w2")
+    liar.answer = lambda dispatch: None
+    honest.queue_ms = 1000.0
+    router = await world.router(accept_timeout_ms=500.0)
+    await eventually(lambda: router.knows("w1", "w2"), "both are known")
+    answer = await world.client.send(CLOCK.wall())
+    await eventually(lambda: bool(liar.dispatches), "the first has it")
+
+    request_id = liar.dispatches[0].request_id
+    own = liar.replies[request_id, 1]
+    later = own.removesuffix("1") + "2"
+    for msg_id in (f"outcome-{request_id}-2", f"{request_id}.2", f"outcome-{later}", f"decision-{request_id}-2"):
+        await liar.bus.publish_acked(subjects.outcome("w1", "none"), b"{}", msg_id=msg_id)
+    await world.ended(answer)
+
+    assert honest.dispatches[0].attempt == 2
+    operator = await world.server.bus("operator")
+    for subject, least in ((subjects.journal(request_id), 2), (subjects.outcome("w2", request_id), 1)):
+        await eventually(functools.partial(are_stored, operator, subject, least), f"{least} of {subject}")
+
+
+async def are_stored(operator: Bus, subject: str, count: int) -> bool:
+    info = await operator.jetstream.stream_info(subjects.STREAM_JOURNAL, subjects_filter=subject)
+    return bool((info.state.subjects or {}).get(subject, 0) >= count)
 
 
 @pytest.mark.parametrize("attempt", [2, 3, 1 << 62])

@@ -18,6 +18,8 @@ from prefixbus.router.fleet import Lost
 class Unused:
     """Requests in these tests are never run."""
 
+    inbox_prefix = "_SVC.router.router-1"
+
 
 def desk(tmp_path: Path, **profiles: str) -> Desk:
     models = {
