@@ -21,6 +21,7 @@ WINDOW_S = 300.0
 MOST_KEPT = 50_000
 KINDS = ("warm", "partial", "cold")
 _FRAME_MIN_ROWS = 3
+_SUBJECT_SHOWN = 30
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -40,14 +41,20 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Latest(msgspec.Struct, frozen=True):
-    """A decision, with its outcome once there is one."""
+    """A decision, with its outcome once there is one; or the outcome of a request that was never decided."""
 
-    decision: DecisionRecord
+    decision: DecisionRecord | None
     outcome: Outcome | None
+
+    @property
+    def request_id(self) -> str:
+        either = self.decision or self.outcome
+        return either.request_id if either is not None else ""
 
 
 class View(msgspec.Struct, frozen=True):
-    """One moment. `latest` begins with the last decision."""
+    """One moment. `latest` begins with the last decision. `undecided` are the requests that a router ended before it
+    had chosen a worker, by their errors; `left_out` the subjects of messages that could not be read, in their order."""
 
     workers: list[Worker]
     requests: int
@@ -56,7 +63,9 @@ class View(msgspec.Struct, frozen=True):
     cached_tokens: int
     ttft: dict[str, Spread]
     decisions: list[tuple[str, int]]
+    undecided: list[tuple[str, int]]
     latest: list[Latest]
+    left_out: list[str]
 
     @property
     def hit_token_ratio(self) -> float:
@@ -69,6 +78,11 @@ class _Heard(NamedTuple):
     at: float
 
 
+class _LeftOut(NamedTuple):
+    subject: str
+    at: float
+
+
 class Board:
     """Takes heartbeats, decisions and outcomes in, in the order in which they come; `view` says what they amount to."""
 
@@ -76,27 +90,36 @@ class Board:
         self._suspect_after_s = suspect_after_s
         self._lost_after_s = lost_after_s
         self._heard: dict[str, _Heard] = {}
-        self._decisions: deque[DecisionRecord] = deque(maxlen=MOST_KEPT)
+        # Decisions, and the outcomes of requests that were never decided.
+        self._rows: deque[DecisionRecord | Outcome] = deque(maxlen=MOST_KEPT)
         self._outcomes: dict[tuple[str, int, str], Outcome] = {}
+        self._left_out: deque[_LeftOut] = deque(maxlen=MOST_KEPT)
 
     def load(self, load: Load, now: float) -> None:
         self._heard[load.worker] = _Heard(load, now)
 
     def decision(self, decision: DecisionRecord) -> None:
-        self._decisions.append(decision)
+        self._rows.append(decision)
 
     def outcome(self, outcome: Outcome) -> None:
+        if not outcome.worker:
+            self._rows.append(outcome)
+            return
         self._outcomes[outcome.request_id, outcome.attempt, outcome.worker] = outcome
         if len(self._outcomes) > MOST_KEPT:
             del self._outcomes[next(iter(self._outcomes))]
 
+    def left_out(self, subject: str, wall: float) -> None:
+        """A heartbeat or a record that came under this subject could not be read, or was not about it."""
+        self._left_out.append(_LeftOut(subject, wall))
+
     def view(self, now: float, wall: float) -> View:
         """What was decided in the last WINDOW_S, and how that went on."""
-        self._forget(wall - WINDOW_S)
-        joined = [
-            (one, self._outcomes.get((one.request_id, one.attempt, one.selected_worker))) for one in self._decisions
-        ]
-        ended = [(decision, outcome) for decision, outcome in joined if outcome is not None]
+        self._forget(wall)
+        rows = [self._row(one) for one in self._rows]
+        undecided = [one.outcome for one in rows if one.outcome is not None and one.decision is None]
+        decisions = [one.decision for one in rows if one.decision is not None]
+        ended = [(one.decision, one.outcome) for one in rows if one.decision is not None and one.outcome is not None]
         counted = [outcome for _, outcome in ended if outcome.cached_tokens is not None]
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for decision, outcome in ended:
@@ -106,19 +129,31 @@ class Board:
                 times[kind].append(outcome.ttft_ms)
         return View(
             workers=[self._worker(heard, now) for _, heard in sorted(self._heard.items())],
-            requests=len({decision.request_id for decision in self._decisions}),
-            failed=sum(outcome.status != "ok" for _, outcome in ended),
+            requests=len({one.request_id for one in rows}),
+            failed=len(undecided) + sum(outcome.status != "ok" for _, outcome in ended),
             prompt_tokens=sum(outcome.prompt_tokens for outcome in counted),
             cached_tokens=sum(outcome.cached_tokens or 0 for outcome in counted),
             ttft={kind: _spread(values) for kind, values in times.items()},
-            decisions=Counter(decision.decision for decision in self._decisions).most_common(),
-            latest=[Latest(decision, outcome) for decision, outcome in reversed(joined)],
+            decisions=Counter(decision.decision for decision in decisions).most_common(),
+            undecided=Counter(outcome.error for outcome in undecided).most_common(),
+            latest=rows[::-1],
+            left_out=[one.subject for one in self._left_out],
         )
 
-    def _forget(self, before: float) -> None:
-        while self._decisions and self._decisions[0].decided_at < before:
-            self._decisions.popleft()
-        for key in [key for key, outcome in self._outcomes.items() if outcome.ended_at < before]:
+    def _row(self, one: DecisionRecord | Outcome) -> Latest:
+        if isinstance(one, Outcome):
+            return Latest(None, one)
+        return Latest(one, self._outcomes.get((one.request_id, one.attempt, one.selected_worker)))
+
+    def _forget(self, wall: float) -> None:
+        """All that is not of the last WINDOW_S by its own word, in whatever order it came."""
+
+        def is_of_now(at: float) -> bool:
+            return abs(wall - at) <= WINDOW_S
+
+        self._rows = deque((one for one in self._rows if is_of_now(_at(one))), maxlen=MOST_KEPT)
+        self._left_out = deque((one for one in self._left_out if is_of_now(one.at)), maxlen=MOST_KEPT)
+        for key in [key for key, outcome in self._outcomes.items() if not is_of_now(outcome.ended_at)]:
             del self._outcomes[key]
 
     def _worker(self, heard: _Heard, now: float) -> Worker:
@@ -131,14 +166,14 @@ class Board:
 
 def frame(view: View, height: int, *, cut_off: bool = False) -> Group:
     """The view in 80 columns and, as far as its workers allow, `height` lines: the last decisions get what is left."""
-    workers, decisions = _workers(view.workers), _decisions(view.decisions)
+    workers, decisions = _workers(view.workers), _decisions(view)
     state = "cut off from the bus; as last heard" if cut_off else f"last {WINDOW_S / 60:.0f} minutes"
     sums = (
         f"{view.requests} requests, {view.failed} failed; {view.cached_tokens} of {view.prompt_tokens} prompt tokens "
         f"from caches ({view.hit_token_ratio:.0%})"
     )
     # Three tables' heads, a line between parts, and the lines of text.
-    rows = height - len(view.workers) - len(KINDS) - 10
+    rows = height - len(view.workers) - len(KINDS) - 9 - len(decisions)
     return Group(
         f"prefixbus top: {state}",
         workers,
@@ -146,7 +181,7 @@ def frame(view: View, height: int, *, cut_off: bool = False) -> Group:
         sums,
         _ttft(view.ttft),
         "",
-        decisions,
+        *decisions,
         "",
         _latest(view.latest[: max(_FRAME_MIN_ROWS, rows)]),
     )
@@ -172,8 +207,19 @@ def _ttft(times: dict[str, Spread]) -> Table:
     return table
 
 
-def _decisions(counts: Sequence[tuple[str, int]]) -> str:
-    return "decisions: " + (", ".join(f"{name} {count}" for name, count in counts) or "none")
+def _decisions(view: View) -> list[str]:
+    lines = ["decisions: " + (_counts(view.decisions) or "none")]
+    if view.undecided:
+        lines.append(f"not decided: {_counts(view.undecided)}")
+    if (count := len(view.left_out)) == 1:
+        lines.append(f"1 message could not be read, under {view.left_out[-1][:_SUBJECT_SHOWN]}")
+    elif count:
+        lines.append(f"{count} messages could not be read, the last under {view.left_out[-1][:_SUBJECT_SHOWN]}")
+    return lines
+
+
+def _counts(counts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts)
 
 
 def _latest(latest: Sequence[Latest]) -> Table:
@@ -184,10 +230,15 @@ def _latest(latest: Sequence[Latest]) -> Table:
         cached = "" if outcome is None or outcome.cached_tokens is None else str(outcome.cached_tokens)
         ttft = "" if outcome is None or outcome.ttft_ms is None else f"{outcome.ttft_ms:.0f}"
         status = "" if outcome is None else outcome.error or outcome.status
-        name = decision.request_id[-ids.SHOWN :]
-        predicted = str(decision.predicted_cached_tokens)
-        table.add_row(name, decision.selected_worker, decision.decision, predicted, cached, ttft, status)
+        chosen = ("", "", "")
+        if decision is not None:
+            chosen = (decision.selected_worker, decision.decision, str(decision.predicted_cached_tokens))
+        table.add_row(one.request_id[-ids.SHOWN :], *chosen, cached, ttft, status)
     return table
+
+
+def _at(one: DecisionRecord | Outcome) -> float:
+    return one.ended_at if isinstance(one, Outcome) else one.decided_at
 
 
 def _table(columns: Sequence[str], *, right: Sequence[str]) -> Table:

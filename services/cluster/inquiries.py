@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ..bus.messages import DecisionRecord
     from ..lab.mismatches import Report
-    from ..lab.rebuild import Rebuild
     from ..lab.replay import Replayed, WhatIf
     from .records import Records
     from .resend import Again
@@ -154,10 +153,14 @@ def _resend(
 
     async def work() -> "list[Again]":
         async with records.operator(state) as bus:
-            requests = await resend_module.captured(bus, tenant, *bounds)
+            requests, unreadable = await resend_module.captured(bus, tenant, *bounds)
+            _say_unreadable(unreadable, "captured request")
             if not requests:
                 return []
-            return await resend_module.resend(bus, credential, requests, deployment.tls_of(state), in_time=in_time)
+            tls = deployment.tls_of(state)
+            sent, unreadable = await resend_module.resend(bus, credential, requests, tls, in_time=in_time)
+            _say_unreadable(unreadable)
+            return sent
 
     sent = asyncio.run(work())
     if not sent:
@@ -191,6 +194,7 @@ def mismatches(
 
     found, told = asyncio.run(work())
     _say_unreadable(found.unreadable)
+    _say_unreadable(told.unreadable, "event")
     report = mismatches_module.report(found.decisions, found.outcomes, told.removals, told.lives)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report)))
@@ -215,12 +219,13 @@ def _print_directory(state: Path, seq: int) -> None:
     from ..bus import config
     from . import past, records
 
-    async def work() -> "Rebuild":
+    async def work() -> past.State:
         async with records.operator(state) as bus:
             shards = config.load(state / "config.toml", os.environ).directory.shards
             return await past.directory_at(bus, seq, shards)
 
-    rebuild = asyncio.run(work())
+    rebuild, unreadable = asyncio.run(work())
+    _say_unreadable(unreadable, "event")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("worker", "shard", "incarnation", "last event", "blocks", "on the host", "story"):
         table.add_column(column, justify="left" if column in ("worker", "story") else "right", no_wrap=True)

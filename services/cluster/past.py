@@ -17,8 +17,15 @@ from . import streams
 from .records import AgedOut
 
 
-async def directory_at(bus: Bus, seq: int, shards: int) -> Rebuild:
-    """All events up to and including stream sequence `seq`, taken in; by so many shards.
+class State(NamedTuple):
+    """All events up to a sequence, taken in. `unreadable` are the subjects of those that no directory would take."""
+
+    rebuild: Rebuild
+    unreadable: list[str]
+
+
+async def directory_at(bus: Bus, seq: int, shards: int) -> State:
+    """The directory after stream sequence `seq`, if it has so many shards.
 
     :raises BadRequest: there is no such message yet.   :raises AgedOut: not all before it are there any more, and no
     snapshot stands for them.   :raises SnapshotUnusable, ObjectDamaged: a snapshot cannot be read."""
@@ -28,6 +35,7 @@ async def directory_at(bus: Bus, seq: int, shards: int) -> Rebuild:
         newest = f"the newest is {held.last_seq}" if held.last_seq else "it is empty"
         raise BadRequest(f"{stream} has no message {seq} yet: {newest}.", field="--directory-at")
     rebuild = Rebuild()
+    unreadable: list[str] = []
     begun: dict[int, int] = {}
     if held.first_seq > 1:
         for shard, (header, data) in (await _snapshots(bus, held.first_seq, seq, shards)).items():
@@ -39,7 +47,9 @@ async def directory_at(bus: Bus, seq: int, shards: int) -> Rebuild:
             continue
         if (event := _event(kept)) is not None:
             rebuild.take(shard, event)
-    return rebuild
+        else:
+            unreadable.append(kept.subject)
+    return State(rebuild, unreadable)
 
 
 async def _snapshots(bus: Bus, first_seq: int, seq: int, shards: int) -> dict[int, tuple[Header, bytearray]]:
@@ -69,11 +79,13 @@ async def _snapshots(bus: Bus, first_seq: int, seq: int, shards: int) -> dict[in
 
 
 class Told(NamedTuple):
-    """What was told of workers in a time, and since when events are kept (Unix seconds; None: there are none)."""
+    """What was told of workers in a time, and since when events are kept (Unix seconds; None: there are none).
+    `unreadable` are the subjects of events that no directory would take."""
 
     removals: list[Removal]
     lives: list[Life]
     kept_since: float | None
+    unreadable: list[str]
 
 
 async def told(bus: Bus, since: float | None, until: float | None) -> Told:
@@ -83,6 +95,7 @@ async def told(bus: Bus, since: float | None, until: float | None) -> Told:
     heard of."""
     stream = subjects.STREAM_KV_EVENTS
     removals: list[Removal] = []
+    unreadable: list[str] = []
     lives: dict[tuple[str, int], Life] = {}
     async for kept in streams.read(bus, subjects.STREAM_WORKERS, f"$KV.{subjects.BUCKET_WORKERS}.*", until=until):
         worker = kept.subject.rpartition(".")[2]
@@ -90,11 +103,12 @@ async def told(bus: Bus, since: float | None, until: float | None) -> Told:
     async for kept in streams.read(bus, stream, subjects.ALL_KV, since=since, until=until):
         event = _event(kept)
         if event is None:
+            unreadable.append(kept.subject)
             continue
         lives.setdefault((event.worker, event.incarnation), Life(event.worker, event.incarnation, kept.at))
         if isinstance(event, KvEvents):
             removals += [Removal(event.worker, ns_id, kept.at) for ns_id in _emptied(event)]
-    return Told(removals, list(lives.values()), await streams.first_at(bus, stream))
+    return Told(removals, list(lives.values()), await streams.first_at(bus, stream), unreadable)
 
 
 def _event(kept: streams.Kept) -> KvEvents | KvDump | None:

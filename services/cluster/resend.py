@@ -11,6 +11,7 @@ import contextlib
 import ssl
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from nats.aio.msg import Msg
@@ -19,7 +20,7 @@ from rich.table import Table
 from ..bus import ids, messages, subjects
 from ..bus.connection import Bus
 from ..bus.errors import PrefixbusError
-from ..bus.messages import Captured, Outcome
+from ..bus.messages import Captured, MessageInvalid, Outcome
 from ..client import Client
 from . import records, streams
 
@@ -48,30 +49,50 @@ class Again(msgspec.Struct):
     error: str = ""
 
 
-async def captured(bus: Bus, tenant: str, since: float | None, until: float | None) -> list[Captured]:
-    """A tenant's captured requests in the order in which they came, but those that were sent again themselves."""
+class Captures(NamedTuple):
+    """Captured requests in the order in which they came. `unreadable` are the subjects of those that cannot be read."""
+
+    requests: list[Captured]
+    unreadable: list[str]
+
+
+async def captured(bus: Bus, tenant: str, since: float | None, until: float | None) -> Captures:
+    """What a tenant sent, but for what was itself sent again."""
+    found = Captures([], [])
     subject = subjects.capture(tenant, "*")
-    found = streams.read(bus, subjects.STREAM_CAPTURE, subject, since=since, until=until)
-    requests = [messages.CAPTURED.decode(kept.data) async for kept in found]
-    return sorted((one for one in requests if not one.client_request_id.startswith(AGAIN)), key=_came_at)
+    async for kept in streams.read(bus, subjects.STREAM_CAPTURE, subject, since=since, until=until):
+        try:
+            request = messages.CAPTURED.decode(kept.data)
+            _came_at(request)
+        except MessageInvalid:
+            found.unreadable.append(kept.subject)
+            continue
+        if not request.client_request_id.startswith(AGAIN):
+            found.requests.append(request)
+    found.requests.sort(key=_came_at)
+    return found
 
 
 async def resend(
     operator: Bus, credential: Credential, requests: Sequence[Captured], tls: ssl.SSLContext | None, *, in_time: bool
-) -> list[Again]:
-    """Sends all of them; returns when all have ended. `in_time`: at their original distances.
+) -> tuple[list[Again], list[str]]:
+    """Sends all of them; returns when all have ended, with the subjects of outcomes that could not be read. `in_time`:
+    at their original distances.
 
     :raises NotAdmitted, BusPermissionDenied: the credential is not of this tenant, or not of one of the scopes."""
     sent = [Again(request.request_id, await _outcome_of(operator, request.request_id)) for request in requests]
     labels = {_label(request): again for request, again in zip(requests, sent, strict=True)}
     all_known = asyncio.Event()
+    found = records.Records([], [])
 
     async def heard(message: Msg) -> None:
-        outcome = messages.OUTCOME.decode(message.data)
-        if outcome.client_request_id in labels:
-            labels[outcome.client_request_id].now = outcome
-            if all(again.now is not None or again.error for again in sent):
-                all_known.set()
+        records.add(found, message.subject, message.data)
+        while found.outcomes:
+            outcome = found.outcomes.pop()
+            if outcome.client_request_id in labels:
+                labels[outcome.client_request_id].now = outcome
+        if all(again.now is not None or again.error for again in sent):
+            all_known.set()
 
     following = await operator.follow(subjects.STREAM_JOURNAL, subjects.ALL_OUTCOME, heard, start="new")
     async with contextlib.AsyncExitStack() as open_:
@@ -94,7 +115,7 @@ async def resend(
             async with asyncio.timeout(_OUTCOMES_WITHIN_S):
                 await all_known.wait()
     await following.unsubscribe()
-    return sent
+    return sent, found.unreadable
 
 
 async def _send_all(
@@ -178,7 +199,7 @@ def sums(sent: Sequence[Again]) -> str:
 def _came_at(request: Captured) -> float:
     at = ids.made_at(request.request_id)
     if at is None:
-        raise messages.MessageInvalid(f"{request.request_id[:40]!r} is no id of ours.")
+        raise MessageInvalid(f"{request.request_id[:40]!r} is no id of ours.")
     return at
 
 

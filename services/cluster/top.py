@@ -51,9 +51,11 @@ async def _feed(bus: Bus, board: Board) -> None:
         load = control.load_in(message)
         if load is not None:
             board.load(load, time.monotonic())
+        else:
+            board.left_out(message.subject, time.time())
 
     async def heard_record(message: Msg) -> None:
-        _take(board, message.subject, message.data)
+        _take(board, message.subject, message.data, time.time())
 
     await bus.subscribe(subjects.ALL_LOAD, heard_load)
     last_seq = (await streams.state(bus, subjects.STREAM_JOURNAL)).last_seq
@@ -61,17 +63,19 @@ async def _feed(bus: Bus, board: Board) -> None:
     if last_seq:
         everything = f"{subjects.PREFIX}.>"
         async for kept in streams.read(bus, subjects.STREAM_JOURNAL, everything, since=since, last_seq=last_seq):
-            _take(board, kept.subject, kept.data)
+            _take(board, kept.subject, kept.data, kept.at)
     await bus.follow(subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", heard_record, start="all", after_seq=last_seq)
 
 
-def _take(board: Board, subject: str, data: bytes) -> None:
+def _take(board: Board, subject: str, data: bytes, wall: float) -> None:
     found = Records([], [])
     records.add(found, subject, data)
     for decision in found.decisions:
         board.decision(decision)
     for outcome in found.outcomes:
         board.outcome(outcome)
+    for bad in found.unreadable:
+        board.left_out(bad, wall)
 
 
 async def _until(stop: asyncio.Event, seconds: float) -> None:

@@ -69,7 +69,7 @@ async def test_what_is_kept_is_what_was_sent_of_that_tenant_alone(cluster: Clust
     operator = await cluster.operator()
     state = await operator.jetstream.stream_info(subjects.STREAM_CAPTURE)
     kept = [one async for one in streams.read(operator, subjects.STREAM_CAPTURE, "pb.v1.capture.*.*")]
-    requests = await resend.captured(operator, "demo", None, None)
+    requests = (await resend.captured(operator, "demo", None, None)).requests
     await operator.close()
 
     assert state.config.max_age == 600
@@ -86,7 +86,7 @@ async def test_what_is_kept_is_what_was_sent_of_that_tenant_alone(cluster: Clust
 @pytest.mark.parametrize("speed", ["asap", "original"])
 async def test_they_are_sent_again_in_their_scopes_and_told_beside_the_first_time(cluster: Cluster, speed: str) -> None:
     operator = await cluster.operator()
-    requests = await resend.captured(operator, "demo", None, None)
+    requests = (await resend.captured(operator, "demo", None, None)).requests
 
     done = await asyncio.to_thread(again, cluster, "--speed", speed, "--since", "1h")
 
@@ -101,7 +101,7 @@ async def test_they_are_sent_again_in_their_scopes_and_told_beside_the_first_tim
         assert (second.ns_id, second.prefix_class) == (first.ns_id, "document")
         assert second.prompt_tokens == first.prompt_tokens
     # What was sent again is kept, too, and is not sent a third time.
-    assert [one.request_id for one in await resend.captured(operator, "demo", None, None)] == [
+    assert [one.request_id for one in (await resend.captured(operator, "demo", None, None)).requests] == [
         one.request_id for one in requests
     ]
     await operator.close()

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.cluster import TEST_TIMEOUT_S, Cluster, ask, chat, outcome_of
 
@@ -211,6 +212,32 @@ def test_one_frame_of_top_has_workers_reuse_and_the_last_decisions(cluster: Clus
     assert re.search(r"^cold +[1-9]", done.stdout, re.MULTILINE)
     assert "decisions: " in done.stdout
     assert re.search(r"^[0-9A-Z]{8} +w[12] +[a-z-]+ +\d+ +\d+ +\d+ +ok", done.stdout, re.MULTILINE)
+
+
+async def test_top_shows_who_was_never_decided_and_what_it_could_not_read(cluster: Cluster) -> None:
+    """A record of 1e300 ended it, and a request refused for overload was nowhere."""
+    operator = await cluster.operator()
+    true = await outcome_of(operator, "asked-0")
+    await operator.close()
+    router = await deployment.connect(cluster.state, "router", cluster.url)
+    refused = msgspec.structs.replace(
+        true, request_id="REFUSED1", worker="", attempt=0, status="error", error="overloaded", ended_at=time.time()
+    )
+    await router.publish_acked(subjects.ended("REFUSED1"), messages.OUTCOME.encode(refused))
+    timeless = msgspec.structs.replace(refused, request_id="TIMELESS", ended_at=1e300)
+    await router.publish_acked(subjects.ended("TIMELESS"), messages.OUTCOME.encode(timeless))
+    await router.close()
+
+    done = await asyncio.to_thread(prefixbus, cluster, "top", "--once")
+    replayed = await asyncio.to_thread(prefixbus, cluster, "replay", "--since", "1h")
+    explained = await asyncio.to_thread(prefixbus, cluster, "explain", "REFUSED1")
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^not decided: overloaded 1$", done.stdout, re.MULTILINE)
+    assert re.search(r"^REFUSED1 .* overloaded", done.stdout, re.MULTILINE)
+    assert "1 message could not be read, under pb.v1.ended.TIMELESS" in done.stdout
+    assert "1 record is left out" in replayed.stderr and "pb.v1.ended.TIMELESS" in replayed.stderr
+    assert explained.returncode == 0 and "no worker was chosen" in explained.stdout
 
 
 def test_top_redraws_until_ctrl_c_and_leaves_the_terminal_as_it_was(cluster: Cluster) -> None:

@@ -33,8 +33,9 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 @pytest.mark.parametrize(("seq", "blocks"), [(1, 3), (2, 2)])
 async def test_each_sequence_has_its_own_state(server: NatsServer, seq: int, blocks: int) -> None:
-    rebuild = await past.directory_at(await server.bus("operator"), seq, 1)
+    rebuild, unreadable = await past.directory_at(await server.bus("operator"), seq, 1)
 
+    assert not unreadable
     assert [(held.worker, held.gpu_blocks, held.last_event) for held in rebuild.held()] == [("w1", blocks, seq)]
 
 
@@ -84,7 +85,7 @@ async def test_a_snapshot_stands_for_what_is_gone_and_names_the_oldest_state(ser
 
     blocks = {}
     for seq in (2, 3, 4):
-        (held,) = (await past.directory_at(operator, seq, 1)).held()
+        (held,) = (await past.directory_at(operator, seq, 1)).rebuild.held()
         blocks[seq] = (held.gpu_blocks, held.last_event, held.complete)
     with pytest.raises(AgedOut, match=r"begins at message 2: .* snapshots, after message 2\."):
         await past.directory_at(operator, 1, 1)
@@ -104,15 +105,17 @@ async def test_a_snapshot_that_the_events_no_longer_follow_is_of_no_use(server: 
         await past.directory_at(await server.bus("operator"), 5, 1)
 
 
-async def test_what_a_directory_dropped_is_left_out_of_the_past(server: NatsServer) -> None:
+async def test_what_a_directory_dropped_is_left_out_of_the_past_and_named(server: NatsServer) -> None:
     bridge, operator = await server.bus("worker_bridge", "w1"), await server.bus("operator")
     forged = KvEvents(messages.VERSION, "w2", 9, 1, [Stored(NS, 0, bytes(range(24)))])
     for data in (b"rubbish", b"", messages.KV.encode(forged)):
         await bridge.publish_acked(subjects.kv(0, "w1"), data)
 
-    (held,) = (await past.directory_at(operator, 5, 1)).held()
+    state = await past.directory_at(operator, 5, 1)
     told = await past.told(operator, None, None)
 
+    assert state.unreadable == told.unreadable == [subjects.kv(0, "w1")] * 3
+    (held,) = state.rebuild.held()
     assert (held.worker, held.gpu_blocks) == ("w1", 2)
     assert [life.worker for life in told.lives] == ["w1"]
 

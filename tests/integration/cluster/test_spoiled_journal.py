@@ -3,16 +3,17 @@
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support.decisions import record
 from support.nats import NatsServer
 
-from prefixbus.bus import messages, subjects
+from prefixbus.bus import ids, messages, subjects
 from prefixbus.bus.connection import Bus
-from prefixbus.bus.messages import Outcome
-from prefixbus.cluster import provision, records
+from prefixbus.bus.messages import Captured, Outcome
+from prefixbus.cluster import provision, records, resend
 
 TRUE = Outcome(
     1, "R1", "mine", 1, "w1", 1, "t", "m", "", "ok", "", "rag", "blind", 320, 0, 32, None, 1, 0.0, 9.0, 1, 1.0
@@ -41,6 +42,10 @@ async def written(server: NatsServer, data: bytes) -> None:
     await evil.publish_acked(subjects.outcome("evil", "R1"), data)
 
 
+def evil(**changed: Any) -> bytes:
+    return messages.OUTCOME.encode(msgspec.structs.replace(TRUE, **{"worker": "evil", **changed}))
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -49,10 +54,28 @@ async def written(server: NatsServer, data: bytes) -> None:
         b"{}",
         b'{"v": 2}',
         b"[" * 100_000,
-        messages.OUTCOME.encode(msgspec.structs.replace(TRUE, status="error", error="forged")),
-        messages.OUTCOME.encode(msgspec.structs.replace(TRUE, worker="evil", request_id="R2")),
+        evil(worker="w1", status="error", error="forged"),
+        evil(request_id="R2"),
+        evil(ended_at=1e300),
+        evil(ended_at=-1.0),
+        evil().replace(b'"ended_at":1.0', b'"ended_at":NaN'),
+        evil(total_ms=1e300),
+        evil(prompt_tokens=1 << 62),
     ],
-    ids=["nothing", "bytes", "no fields", "a later version", "deep", "of another worker", "of another request"],
+    ids=[
+        "nothing",
+        "bytes",
+        "no fields",
+        "a later version",
+        "deep",
+        "of another worker",
+        "of another request",
+        "of no time",
+        "before all time",
+        "NaN",
+        "endless",
+        "too long",
+    ],
 )
 async def test_what_is_no_outcome_of_its_subject_is_named_and_left_out(
     server: NatsServer, operator: Bus, data: bytes
@@ -66,3 +89,22 @@ async def test_what_is_no_outcome_of_its_subject_is_named_and_left_out(
         assert [one.request_id for one in found.decisions] == ["R1"]
         assert found.outcomes == [TRUE]
         assert found.unreadable == [subjects.outcome("evil", "R1")]
+
+
+async def test_a_captured_request_that_cannot_be_read_is_named_and_the_others_are_sent(
+    server: NatsServer, operator: Bus
+) -> None:
+    tokenizer = await server.bus("tokenizer")
+    request_id = ids.request_id(1.7e9, bytes(10))
+    request = Captured(1, request_id, "mine", "acme", "", "m", "", msgspec.Raw(b"{}"))
+    for name, data in (
+        ("R1", b"rubbish"),
+        ("R2", messages.CAPTURED.encode(msgspec.structs.replace(request, request_id="no id of ours"))),
+        (request_id, messages.CAPTURED.encode(request)),
+    ):
+        await tokenizer.publish_acked(subjects.capture("acme", name), data)
+
+    found = await resend.captured(operator, "acme", None, None)
+
+    assert [one.request_id for one in found.requests] == [request_id]
+    assert found.unreadable == [subjects.capture("acme", "R1"), subjects.capture("acme", "R2")]

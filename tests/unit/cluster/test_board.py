@@ -96,8 +96,82 @@ def test_decisions_are_counted_by_reason_and_the_last_stands_first() -> None:
     view = viewed(decided("a"), decided("b", decision="blind"), decided("c"), ended("a", 0, None, status="error"))
 
     assert view.decisions == [("partial-hit", 2), ("blind", 1)]
-    assert [one.decision.request_id for one in view.latest] == ["c", "b", "a"]
+    assert [one.request_id for one in view.latest] == ["c", "b", "a"]
     assert view.failed == 1
+
+
+def refused(request_id: str, error: str, **changed: Any) -> Outcome:
+    """What a router ended before it had chosen a worker."""
+    status = "cancelled" if error == "cancelled" else "error"
+    fields: dict[str, Any] = {
+        "status": status,
+        "error": error,
+        "worker": "",
+        "incarnation": 0,
+        "attempt": 0,
+        "decision": "",
+    }
+    return ended(request_id, None, None, **(fields | changed))
+
+
+def test_requests_that_were_never_decided_are_shown_with_why() -> None:
+    view = viewed(
+        decided("a"),
+        ended("a", 32, 10.0),
+        refused("b", "overloaded"),
+        decided("c", predicted_cached_tokens=64),
+        refused("d", "cancelled"),
+        refused("e", "overloaded"),
+        refused("old", "overloaded", ended_at=WALL - WINDOW_S - 1),
+    )
+
+    assert (view.requests, view.failed) == (5, 3)
+    assert view.undecided == [("overloaded", 2), ("cancelled", 1)]
+    assert view.decisions == [("partial-hit", 2)]
+    text = framed(view)
+    assert "not decided: overloaded 2, cancelled 1" in text
+    last = [line.split() for line in text.partition("last ")[2].splitlines()[-5:]]
+    assert [(row[0], row[-1]) for row in last] == [
+        ("e", "overloaded"),
+        ("d", "cancelled"),
+        ("c", "64"),
+        ("b", "overloaded"),
+        ("a", "ok"),
+    ]
+
+
+def test_the_end_of_a_request_that_had_been_decided_is_not_one_that_was_never() -> None:
+    """Its decision may have left the window."""
+    view = viewed(ended("a", None, None, status="error", error="worker_lost", attempt=2))
+
+    assert view.undecided == []
+
+
+def test_what_could_not_be_read_is_counted_and_named() -> None:
+    made = Board(0.6, 3.0)
+    made.left_out("pb.v1.load.w0", WALL - WINDOW_S - 1)
+    made.left_out("pb.v1.outcome.evil.R1", WALL - 1)
+    made.left_out("pb.v1.load.evil", WALL)
+
+    view = made.view(0.0, WALL)
+
+    assert view.left_out == ["pb.v1.outcome.evil.R1", "pb.v1.load.evil"]
+    assert "2 messages could not be read, the last under pb.v1.load.evil" in framed(view)
+    assert "could not be read" not in framed(viewed())
+
+
+def test_a_record_from_the_future_keeps_nothing_in_the_window() -> None:
+    """It stood in front of all others, and none of them was ever forgotten."""
+    view = viewed(decided("future", at=WALL * 5), decided("old", at=WALL - WINDOW_S - 1), decided("new"))
+
+    assert [one.request_id for one in view.latest] == ["new"]
+
+
+def framed(view: View, height: int = 40) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(board.frame(view, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
@@ -108,7 +182,7 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
         ended("new", 32, 1.0),
     )
 
-    assert [one.decision.request_id for one in view.latest] == ["new"]
+    assert [one.request_id for one in view.latest] == ["new"]
     assert view.prompt_tokens == 320
 
 
@@ -130,6 +204,8 @@ def test_a_frame_fits_the_terminal(height: int) -> None:
     for number in range(100):
         made.decision(decided(f"01HXXXXXXXXXXXXXXXXXXX{number:04d}", decision="prefer-warm-worker"))
         made.outcome(ended(f"01HXXXXXXXXXXXXXXXXXXX{number:04d}", 288, 12345.0, error="deadline_exceeded"))
+    made.outcome(refused("01HXXXXXXXXXXXXXXXXXXXXXXX", "overloaded"))
+    made.left_out("pb.v1.outcome.w1." + "x" * 100, WALL)
     console = Console(width=80, file=io.StringIO())
 
     console.print(board.frame(made.view(0.0, WALL), height))
