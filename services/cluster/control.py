@@ -21,6 +21,9 @@ from ..router.rollout import Role, Rollout, changed
 
 _POLICIES = f"$KV.{subjects.BUCKET_POLICIES}"
 _WAIT_S = 10.0
+# A router that starts hears the last record alone.
+_KEPT = "which keep the one before (started since: the config's)"
+_KEPT_BESIDE = "which keep the one before (started since: none)"
 _NOTHING = Rollout(policy.Policy())
 
 
@@ -86,25 +89,31 @@ def policy_file(path: Path) -> bytes:
 
 
 class PolicyInForce(msgspec.Struct, frozen=True):
-    """The routers' policy. `revision` is 0 when none was ever set: then it is the config's."""
+    """The routers' policy. It is the config's when none was ever set (`revision` is 0), or when that was taken back by
+    this revision (`cleared`)."""
 
     name: str
     version: str
     revision: int
     problem: str = ""
+    cleared: bool = False
 
     def sentence(self) -> str:
         if self.problem:
-            return f"revision {self.revision} is refused by the routers, which keep the one before: {self.problem}"
+            return f"revision {self.revision} is refused by the routers, {_KEPT}: {self.problem}"
         version = f", version {self.version}" if self.version != policy.Policy().version else ""
         where = f"revision {self.revision}" if self.revision else "the config's; none was set"
+        if self.cleared:
+            where = f"the config's, since revision {self.revision} cleared any other"
         return f"{self.name}{version} ({where})"
 
 
 async def policy_in_force(operator: Bus, configured: str) -> PolicyInForce:
     """What the bucket holds, else `configured`. :raises BusUnavailable: JetStream did not answer."""
-    last = await _last(operator, "active")
-    return PolicyInForce(configured, policy.Policy().version, 0) if last is None else read_policy(*last)
+    data, revision = await _last(operator, "active")
+    if data is None:
+        return PolicyInForce(configured, policy.Policy().version, revision, cleared=revision > 0)
+    return read_policy(data, revision)
 
 
 async def beside_the_policy(operator: Bus) -> list[str]:
@@ -114,9 +123,9 @@ async def beside_the_policy(operator: Bus) -> list[str]:
     lines = []
     roles: tuple[Role, ...] = ("canary", "shadow")
     for role in roles:
-        last = await _last(operator, role)
-        if last is not None:
-            lines.append(f"{role}: {read_beside(role, *last)}")
+        data, revision = await _last(operator, role)
+        if data is not None:
+            lines.append(f"{role}: {read_beside(role, data, revision)}")
     return lines
 
 
@@ -125,22 +134,22 @@ def read_beside(role: Role, data: bytes, revision: int) -> str:
     try:
         found = changed(_NOTHING, role, data, _NOTHING.active)
     except ConfigInvalid as exc:
-        return f"revision {revision} is refused by the routers, which keep the one before: {exc.sentence()}"
+        return f"revision {revision} is refused by the routers, {_KEPT_BESIDE}: {exc.sentence()}"
     what = found.shadow.policy.label if found.shadow is not None else str(found.canary)
     return f"{what} (revision {revision})"
 
 
-async def _last(operator: Bus, role: Role) -> tuple[bytes, int] | None:
-    """The record and its revision; None if there is none, or it was deleted."""
+async def _last(operator: Bus, role: Role) -> tuple[bytes | None, int]:
+    """The record and its revision; None if it was deleted by that revision, or there never was one (0)."""
     try:
         last = await operator.jetstream.get_last_msg(subjects.STREAM_POLICIES, f"{_POLICIES}.{role}")
     except NotFoundError:
-        return None
+        return None, 0
     except (APIError, nats.errors.Error, TimeoutError) as exc:
         raise BusUnavailable(f"bucket {subjects.BUCKET_POLICIES}: {exc or type(exc).__name__}") from exc
     if last.headers and last.headers.get("KV-Operation"):
         # Routers take what was configured then.
-        return None
+        return None, last.seq or 0
     return last.data or b"", last.seq or 0
 
 

@@ -147,7 +147,19 @@ def test_the_policy_changes_without_a_restart(running: Cluster) -> None:
     assert running.pid("router-1") == router
     shown = prefixbus("policy", state=running.state).stdout
     assert re.fullmatch(r"round-robin \(revision \d+\)\n", shown)
-    assert prefixbus("policy", "prefix-aware", state=running.state).returncode == 0
+
+
+def test_a_cleared_policy_is_not_told_as_one_that_was_never_set(running: Cluster) -> None:
+    assert prefixbus("policy", "round-robin", state=running.state).returncode == 0
+
+    done = prefixbus("policy", "--clear", "active", state=running.state)
+    shown = prefixbus("policy", state=running.state).stdout
+    status = prefixbus("status", state=running.state).stdout
+
+    cleared = re.fullmatch(r"active is cleared: policy revision (\d+)\n", done.stderr)
+    assert cleared, done.stderr
+    assert shown == f"prefix-aware (the config's, since revision {cleared[1]} cleared any other)\n"
+    assert shown in status
 
 
 def test_a_policy_is_tried_beside_the_active_one(running: Cluster, tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_without_a_record_the_configured_one_is_told_as_such() -> None:
     assert control.PolicyInForce("prefix-aware", "default", 0).sentence() == "prefix-aware (the config's; none was set)"
 
 
+def test_a_cleared_policy_is_told_as_the_configured_one_and_by_which_revision() -> None:
+    cleared = control.PolicyInForce("prefix-aware", "default", 4, cleared=True)
+
+    assert cleared.sentence() == "prefix-aware (the config's, since revision 4 cleared any other)"
+
+
 @pytest.mark.parametrize(
     ("subject", "changed", "believed"),
     [("pb.v1.load.w1", {}, True), ("pb.v1.load.w2", {}, False), ("pb.v1.load.w1", {"kv_usage": math.nan}, False)],
