@@ -15,7 +15,7 @@
     pb.v1.journal.<request id>               router: the decision, and why            (stream JOURNAL)
     pb.v1.ended.<request id>                 router: it ended it, as an outcome       (stream JOURNAL)
     pb.v1.audit.<service>.<id>               facts for the record                     (stream AUDIT)
-    pb.v1.claim.<request id>                 bridge: this attempt's answer goes out    (stream CLAIMS)
+    pb.v1.claim.<request id>                 bridge: this attempt answers; router: none will (stream CLAIMS)
     pb.v1.capture.<tenant>.<request id>      tokenizer: a request as its tenant sent it (stream CAPTURE)
 
 Must not know: NATS connections.   Source: DESIGN section 2."""

@@ -201,6 +201,7 @@ def _router() -> Access:
             subjects.DISPATCHED,
             subjects.journal("*"),
             subjects.ALL_ENDED,  # heard by nobody: what routers end teaches nothing about workers
+            subjects.claim("*"),  # create-only: keeps back bridges that it gave up, before it ends their request
             _TENANT_INBOXES,  # error frames
             "_SVC.operator.>",
         ),

@@ -5,13 +5,25 @@
                              v                     v
                         withdrawing --freed--> choosing,  --spent, broken--> ended (the router answers)
 
+    before the router answers, if an attempt was given up without its bridge's word, and so may be running:
+
+    any --unsure--> claiming --claimed--> ended (the router answers)
+    any --taken-->  asking   --broken---> ended (the router answers),  --outcome, answered--> ended
+                    claiming --taken----> asking
+
 Two rules hold whatever messages do:
 - *At most one attempt's frames are ever published*: another worker is asked only once the last one is known not to
   answer: it refused or gave back, nobody listens there, it confirmed a withdrawal before its first frame, or its lease
   ran out before that (a bridge that was stopped or cut off gives up what it has not started). Where the router is wrong
   about a lease, the bridges' claims keep a second answer back (worker_bridge/claim.py).
 - *Every request ends exactly once*: with the outcome of a bridge, which then has sent the last frame, or with one from
-  the router, never both.
+  the router, never both. Where a living bridge may have been given up, the router takes the claim itself: whoever
+  claims after it says nothing to the client. If a bridge was first, it has begun; it is told to stop, and asked how far
+  it was, until it says so, or the server that nobody is there, or MAX_ASKED questions were not answered: then it counts
+  as dead. One that ended its answer and died before it said so, or that lives, and of which nothing is heard in all
+  that time, makes it two ends; to wait longer would leave the clients of those that died without one. When nobody knows
+  who has the claim, because JetStream does not answer, the router ends the request, too: who waits in vain is worse off
+  than who hears of two ends.
 
 The methods translate what was heard into the table's events: `freed` becomes `spent` when no attempt may follow. A pair
 that is not in the table is a bug and raises. What is heard of an attempt that was already given up is stale: the answer
@@ -35,6 +47,8 @@ class State(enum.Enum):
     WITHDRAWING = "withdrawing"
     ACCEPTED = "accepted"
     STREAMING = "streaming"
+    CLAIMING = "claiming"  # the router is about to end it, and asks whether a bridge has begun
+    ASKING = "asking"  # one has: it is asked whether it will end it
     ENDED = "ended"
 
 
@@ -51,6 +65,9 @@ class Event(enum.Enum):
     FREED = "freed"  # nothing was published and nothing will be: another may be asked
     SPENT = "spent"  # the same, but nobody else will be asked
     BROKEN = "broken"  # frames were published and the end never will be
+    UNSURE = "unsure"  # `spent`, but an attempt that was given up may be running
+    CLAIMED = "claimed"  # no bridge will begin any more, as far as anybody knows
+    TAKEN = "taken"  # an attempt that was given up has begun, and may be running
     OUTCOME = "outcome"  # the bridge ended the answer
     ANSWERED = "answered"  # an attempt that was given up has ended the answer
     CANCEL = "cancel"  # bridges hear cancels, too: whoever has accepted ends its answer itself
@@ -66,6 +83,8 @@ class Effect(enum.Enum):
     WITHDRAW = "withdraw"  # ask the worker to abort the attempt, and hear how far it was
     TAKE_BACK = "take back"  # unbook, and tell the other routers
     RELEASE = "release"  # unbook; the outcome told the others
+    CLAIM = "claim"  # the request, for the router
+    ASK = "ask"  # the workers of the `doubtful` attempts to abort them, and to say how far they were
     ANSWER = "answer"  # send the client the final frame with `error`
     ABORT = "abort"  # tell a lost worker to stop the attempt, should it come back
     ABORT_STALE = "abort stale"  # tell the worker that was heard from to stop
@@ -81,6 +100,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.CHOOSING, E.CANCEL): (S.ENDED, (F.ANSWER,)),
     (S.CHOOSING, E.DEADLINE): (S.ENDED, (F.ANSWER,)),
     (S.CHOOSING, E.ANSWERED): (S.ENDED, ()),
+    (S.CHOOSING, E.UNSURE): (S.CLAIMING, (F.CLAIM,)),
     #
     (S.OFFERED, E.ACCEPTED): (S.ACCEPTED, ()),
     (S.OFFERED, E.STARTED): (S.STREAMING, ()),
@@ -89,6 +109,8 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.OFFERED, E.CROWDED): (S.CHOOSING, (F.TAKE_BACK, F.PAUSE)),
     (S.OFFERED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.OFFERED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.OFFERED, E.UNSURE): (S.CLAIMING, (F.TAKE_BACK, F.CLAIM)),
+    (S.OFFERED, E.TAKEN): (S.ASKING, (F.TAKE_BACK, F.ASK)),
     (S.OFFERED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
     (S.OFFERED, E.ANSWERED): (S.ENDED, (F.ABORT, F.TAKE_BACK)),
     (S.OFFERED, E.CANCEL): (S.OFFERED, ()),
@@ -99,6 +121,8 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.WITHDRAWING, E.SILENT): (S.WITHDRAWING, (F.WITHDRAW,)),
     (S.WITHDRAWING, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.WITHDRAWING, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.WITHDRAWING, E.UNSURE): (S.CLAIMING, (F.TAKE_BACK, F.CLAIM)),
+    (S.WITHDRAWING, E.TAKEN): (S.ASKING, (F.TAKE_BACK, F.ASK)),
     (S.WITHDRAWING, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.WITHDRAWING, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
     (S.WITHDRAWING, E.ANSWERED): (S.ENDED, (F.ABORT, F.TAKE_BACK)),
@@ -109,6 +133,8 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.ACCEPTED, E.STARTED): (S.STREAMING, ()),
     (S.ACCEPTED, E.FREED): (S.CHOOSING, (F.TAKE_BACK, F.CHOOSE)),
     (S.ACCEPTED, E.SPENT): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.ACCEPTED, E.UNSURE): (S.CLAIMING, (F.TAKE_BACK, F.CLAIM)),
+    (S.ACCEPTED, E.TAKEN): (S.ASKING, (F.TAKE_BACK, F.ASK)),
     (S.ACCEPTED, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
     (S.ACCEPTED, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
     (S.ACCEPTED, E.ANSWERED): (S.ENDED, (F.ABORT, F.TAKE_BACK)),
@@ -118,10 +144,29 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Effect, ...]]] = {
     (S.STREAMING, E.ACCEPTED): (S.STREAMING, ()),
     (S.STREAMING, E.STARTED): (S.STREAMING, ()),
     (S.STREAMING, E.BROKEN): (S.ENDED, (F.TAKE_BACK, F.ANSWER)),
+    (S.STREAMING, E.TAKEN): (S.ASKING, (F.TAKE_BACK, F.ASK)),
     (S.STREAMING, E.OUTCOME): (S.ENDED, (F.RELEASE,)),
     (S.STREAMING, E.ANSWERED): (S.STREAMING, ()),
     (S.STREAMING, E.CANCEL): (S.STREAMING, ()),
     (S.STREAMING, E.DEADLINE): (S.WITHDRAWING, (F.WITHDRAW,)),
+    #
+    (S.CLAIMING, E.CLAIMED): (S.ENDED, (F.ANSWER,)),
+    (S.CLAIMING, E.TAKEN): (S.ASKING, (F.ASK,)),
+    (S.CLAIMING, E.ACCEPTED): (S.CLAIMING, ()),
+    (S.CLAIMING, E.STARTED): (S.CLAIMING, ()),
+    (S.CLAIMING, E.OUTCOME): (S.ENDED, ()),
+    (S.CLAIMING, E.ANSWERED): (S.ENDED, ()),
+    (S.CLAIMING, E.CANCEL): (S.CLAIMING, ()),
+    (S.CLAIMING, E.DEADLINE): (S.CLAIMING, ()),
+    #
+    (S.ASKING, E.BROKEN): (S.ENDED, (F.ANSWER,)),
+    (S.ASKING, E.SILENT): (S.ASKING, (F.ASK,)),
+    (S.ASKING, E.ACCEPTED): (S.ASKING, ()),
+    (S.ASKING, E.STARTED): (S.ASKING, ()),
+    (S.ASKING, E.OUTCOME): (S.ENDED, ()),
+    (S.ASKING, E.ANSWERED): (S.ENDED, ()),
+    (S.ASKING, E.CANCEL): (S.ASKING, ()),
+    (S.ASKING, E.DEADLINE): (S.ASKING, ()),
     #
     (S.ENDED, E.ACCEPTED): (S.ENDED, ()),
     (S.ENDED, E.STARTED): (S.ENDED, ()),
@@ -150,6 +195,10 @@ MAX_RECHOICES = 3
 # routers at conv x3, a mean TTFT of 248 ms against 269 without a pause.
 CROWD_S = 0.012
 
+# So often a bridge is asked how far an attempt was that it has begun. With the patience for an answer (0.5 s) it is
+# longer than a lease lasts: a bridge that was stopped meanwhile gives up what it had.
+MAX_ASKED = 5
+
 # Refusals by name; all other reasons are codes of bus.errors, or mean the worker: wrong_incarnation, draining,
 # superseded, given_back.
 QUEUE_TOO_LONG = "queue_too_long"
@@ -170,12 +219,16 @@ _RECHOICES = ("queue", "stale")
 _OF_THE_WORKER = ("overloaded", "unavailable", "engine_failed", "worker_lost")
 
 
+_UNDER_WAY = (State.OFFERED, State.WITHDRAWING, State.ACCEPTED, State.STREAMING)
+
+
 class Attempts:
     """The attempts of one request. Methods return the effects to carry out, in order.
 
     `error` is what the request ends with if the router has to answer; `avoid` the lives of workers not to ask again;
     `failovers` why attempts were given up, in order; `published` whether frames of an attempt went out; `waits_until`
-    how long, at most, it waits for a worker that is late (monotonic seconds)."""
+    how long, at most, it waits for a worker that is late (monotonic seconds); `doubtful` the attempts that were given
+    up without their bridge's word, and the workers they went to."""
 
     def __init__(self, max_attempts: int, *, patience_s: float = 0.0) -> None:
         self.state = State.CHOOSING
@@ -186,6 +239,8 @@ class Attempts:
         # (worker, incarnation) in order of trial; a dict because sets have no order.
         self.avoid: dict[tuple[str, int], None] = {}
         self.failovers: list[str] = []
+        self.doubtful: dict[int, str] = {}
+        self._asked = 0
         self.published = False
         self._max_attempts = max_attempts
         self.waits_until: float | None = None
@@ -219,7 +274,7 @@ class Attempts:
     def nobody(self, error: PrefixbusError) -> Effects:
         """No candidate; after failed attempts what they failed of says more than that nobody is left."""
         self.error = self._last_failure if self.attempt else error
-        return self._step(Event.NOBODY)
+        return self._end(Event.NOBODY)
 
     def nobody_now(self, error: PrefixbusError, now: float) -> Effects:
         """No candidate, but a worker that is only late with its heartbeat: waited for, `patience_s` at most."""
@@ -252,6 +307,8 @@ class Attempts:
 
     def refused(self, attempt: int, reason: str) -> Effects:
         """The bridge will not run this attempt, or gives it back before its first frame."""
+        if self.state is State.ASKING:
+            return self._will_not_end(attempt)
         if not self._is_current(attempt):
             return ()
         if self.published:
@@ -266,32 +323,45 @@ class Attempts:
         if reason == ALREADY_STREAMING:
             # An attempt we took for dead is not: a second answer must not begin.
             self.error = self.error or WorkerLost()
+            if self.doubtful:
+                return self._taken()
         self._avoid()
         return self._freed("refused", _failure(reason))
 
     def unreachable(self, attempt: int) -> Effects:
         """Nobody listens on the worker's subject, or the dispatch could not be sent. Of a dispatch it is believed the
         second time; nobody has the first."""
+        if self.state is State.ASKING:
+            return self._will_not_end(attempt)
         if not self._is_current(attempt):
             return ()
         if self.state is State.OFFERED and self.error is None and not self._is_unheard:
             self._is_unheard = True
             return self._step(Event.UNHEARD)
         self._avoid()
+        if self.state is State.WITHDRAWING:
+            self._doubt()
         return self._gone("unreachable")
 
     def silent(self, attempt: int) -> Effects:
-        """No answer to a dispatch, or to a withdrawal, in time."""
+        """No answer to a dispatch, a withdrawal, or a question in time."""
+        if self.state is State.ASKING:
+            self._asked += 1
+            return self._step(Event.SILENT if self._asked < MAX_ASKED else Event.BROKEN)
         if not self._is_current(attempt) or self.state not in (State.OFFERED, State.WITHDRAWING):
             return ()
         self._avoid()
         if self.state is State.WITHDRAWING and self.error is not None:
             # Nobody waits for what this worker might still say.
+            self._doubt()
             return self._gone("silent")
         return self._step(Event.SILENT)
 
     def withdrawn(self, attempt: int, stage: str) -> Effects:
         """The worker stopped the attempt: before its first frame (""), after it ("started"), or it had "ended"."""
+        if self.state is State.ASKING:
+            is_end = stage == "ended" and attempt in self.doubtful
+            return self._step(Event.OUTCOME) if is_end else self._will_not_end(attempt)
         if not self._is_current(attempt):
             return ()
         if stage == "ended":
@@ -314,7 +384,14 @@ class Attempts:
         if worker != self.worker or incarnation < self.incarnation or not self._is_current(self.attempt):
             return ()
         self._avoid()
+        self._doubt()
         return (Effect.ABORT, *self._gone("lost"))
+
+    def claimed(self, is_ours: bool) -> Effects:
+        """The router may end the request: it has the claim, or nobody knows who has. Else a bridge has begun."""
+        if self.state is not State.CLAIMING:
+            return ()
+        return self._step(Event.CLAIMED) if is_ours else self._taken()
 
     def of_another_life(self, attempt: int, worker: str, incarnation: int) -> Effects | None:
         """None if this is a word on the attempt under way by the very life it was sent to (or on an earlier attempt).
@@ -324,6 +401,8 @@ class Attempts:
         if attempt != self.attempt or (worker, incarnation) == (self.worker, self.incarnation):
             return None
         if worker == self.worker and incarnation > self.incarnation:
+            if self.state is State.ASKING:
+                return self._will_not_end(attempt)
             return self.lost(worker, self.incarnation)
         return ()
 
@@ -341,26 +420,26 @@ class Attempts:
 
     def cancel(self) -> Effects:
         self.error = self.error or Cancelled()
-        return self._step(Event.CANCEL)
+        return self._end(Event.CANCEL)
 
     def sent_again(self) -> Effects:
         """The client has sent the request once more, and listens to that sending."""
         self.error = self.error or Cancelled("The request was sent again; the later sending is answered.")
-        return self._step(Event.DEADLINE)
+        return self._end(Event.DEADLINE)
 
     def client_gone(self) -> Effects:
         """Nobody listens at the client's inbox. Who has accepted finds that out, and ends its answer, itself."""
         if self.state not in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
             return ()
         self.error = self.error or Cancelled("The client no longer listens.")
-        return self._step(Event.DEADLINE)
+        return self._end(Event.DEADLINE)
 
     def deadline(self) -> Effects:
         self.error = self.error or DeadlineExceeded()
-        return self._step(Event.DEADLINE)
+        return self._end(Event.DEADLINE)
 
     def _is_current(self, attempt: int) -> bool:
-        return attempt == self.attempt and self.state not in (State.CHOOSING, State.ENDED)
+        return attempt == self.attempt and self.state in _UNDER_WAY
 
     def _is_live(self, attempt: int) -> bool:
         """Current, or the last one of a request that has ended: the table has something to say about it."""
@@ -384,12 +463,34 @@ class Attempts:
             self._is_paused = why == "queue" and self.state is State.OFFERED
             return self._step(Event.CROWDED if self._is_paused else Event.FREED)
         self.error = self.error or failure
-        return self._step(Event.SPENT)
+        return self._step(Event.UNSURE if self.doubtful else Event.SPENT)
 
     def _broken(self, why: str) -> Effects:
         if self.error is None:
             self.failovers.append(why)
         self.error = self.error or WorkerLost()
+        if self.attempt not in self.doubtful:
+            return self._step(Event.BROKEN)
+        # It has begun, so no other has.
+        self.doubtful = {self.attempt: self.worker}
+        return self._taken()
+
+    def _taken(self) -> Effects:
+        self.published = True
+        return self._step(Event.TAKEN)
+
+    def _doubt(self) -> None:
+        """The attempt is given up, and may be running."""
+        self.doubtful[self.attempt] = self.worker
+
+    def _end(self, event: Event) -> Effects:
+        """`event`, which ends a request for which no attempt is under way."""
+        return self._step(Event.UNSURE if self.state is State.CHOOSING and self.doubtful else event)
+
+    def _will_not_end(self, attempt: int) -> Effects:
+        """By its bridge's word, or because that is not there any more."""
+        if self.doubtful.pop(attempt, None) is None or self.doubtful:
+            return ()
         return self._step(Event.BROKEN)
 
     def _step(self, event: Event) -> Effects:

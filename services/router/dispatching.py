@@ -22,7 +22,7 @@ import msgspec
 from .. import __version__
 from ..bus import frames, namespace, subjects
 from ..bus.cancels import Cancels
-from ..bus.connection import NoResponders
+from ..bus.connection import NoResponders, WrongSequence
 from ..bus.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -71,6 +71,8 @@ from .rollout import Rollout
 from .shortlist import Shortlist, shortlist
 from .warming import Warming
 
+# A stream takes a claim in 0.2 ms; an end waits no longer than this for it, nor does a router that is going away.
+CLAIM_S = 0.5
 # Kinds of addresses (addresses.py): where bridges answer dispatches, aborts and questions.
 DISPATCHES = "d"
 ABORTS = "a"
@@ -443,11 +445,15 @@ class Request:
                 case Effect.SEND_AGAIN:
                     self._send_again()
                 case Effect.WITHDRAW:
-                    await self._withdraw()
+                    self._withdraw()
                 case Effect.TAKE_BACK:
-                    await self._take_back()
+                    self._take_back()
                 case Effect.RELEASE:
                     self._desk.fleet.settle(self._route.request_id, self.attempts.attempt, self._desk.clock.now())
+                case Effect.CLAIM:
+                    to_do.extend(self.attempts.claimed(await self._claim()))
+                case Effect.ASK:
+                    self._ask()
                 case Effect.ANSWER:
                     error = self._answer()
                     self._desk.records.put(*self._record_of_end(error))
@@ -669,16 +675,37 @@ class Request:
             return ()
         return self._dispatch(decision)
 
-    async def _withdraw(self) -> None:
+    def _withdraw(self) -> None:
         """Asks the worker to abort the attempt and say how far it was. That nobody listens there is an answer, too: a
         bridge that was cut off gives up what it has not started."""
-        desk, attempts = self._desk, self.attempts
-        timeout_s = desk.settings.accept_timeout_ms / 1000
-        self._start("silent", timeout_s, functools.partial(self._silence_is_due, attempts.attempt))
-        reply = desk.addresses.of(ABORTS, self._route.request_id, attempts.attempt)
-        desk.abort(attempts.worker, self._route.request_id, attempts.attempt, reply=reply)
+        self._stop_and_ask({self.attempts.attempt: self.attempts.worker})
 
-    async def _take_back(self) -> None:
+    def _ask(self) -> None:
+        """The same of all attempts that may be running."""
+        self._stop_and_ask(self.attempts.doubtful)
+
+    def _stop_and_ask(self, workers: dict[int, str]) -> None:
+        """By attempt."""
+        desk, request_id = self._desk, self._route.request_id
+        timeout_s = desk.settings.accept_timeout_ms / 1000
+        self._start("silent", timeout_s, functools.partial(self._silence_is_due, self.attempts.attempt))
+        for attempt, worker in workers.items():
+            desk.abort(worker, request_id, attempt, reply=desk.addresses.of(ABORTS, request_id, attempt))
+
+    async def _claim(self) -> bool:
+        """Whether the router may end the request: it has the claim now, or nobody knows who has. Asked only where an
+        attempt that was given up may be running; all other ends need no claim."""
+        subject = subjects.claim(self._route.request_id)
+        payload = f"{self._desk.rt.instance} {self.attempts.attempt}".encode()
+        try:
+            await self._desk.bus.publish_acked(subject, payload, expect_last_seq=0, timeout_s=CLAIM_S)
+        except WrongSequence:
+            return False
+        except BusUnavailable as exc:
+            self._desk.rt.caught(exc, "an end could not be claimed", request_id=self._route.request_id)
+        return True
+
+    def _take_back(self) -> None:
         self._stop("silent", "again", "doubt")
         now = self._desk.clock.now()
         self._desk.books.taken_back(self._route.request_id, self.attempts.attempt, now)
@@ -758,7 +785,11 @@ class Request:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1.0):
             if attempts.state in (State.OFFERED, State.WITHDRAWING):
                 self._desk.abort(attempts.worker, self._route.request_id, attempts.attempt)
-                await self._take_back()
+                self._take_back()
+                # Who does not hear that should not begin; who has begun is believed to hear it.
+                await self._claim()
+            elif attempts.doubtful:
+                await self._claim()
             subject, payload, msg_id = self._record_of_end(self._answer())
             # Those who deliver what is put in the outbox may be ending, too.
             try:
@@ -817,6 +848,8 @@ class Request:
         frame, and they should not give up just before another worker is asked or the answer is ended."""
         attempts = self.attempts
         if not attempts.published and attempts.state in (State.CHOOSING, State.OFFERED, State.WITHDRAWING):
+            return True
+        if attempts.state in (State.CLAIMING, State.ASKING):
             return True
         return not attempts.ended and self._desk.fleet.is_silent(
             attempts.worker, attempts.incarnation, self._desk.clock.now()

@@ -9,7 +9,8 @@ a request. Not earlier: an attempt that claims and then dies silently leaves a r
 What an attempt may do:
 
     the claim is stored     answer
-    there is another one    end without a word to the client: it is, or was, answered by somebody else
+    there is another one    end without a word to the client: it is, or was, answered by somebody else, be it the
+                            router, which claims a request that it ends when it cannot know whether we run it
     nobody knows            JetStream does not answer, or is full. Attempt 1, under a lease that never broke, answers:
                             nobody was asked before it, and nobody is asked after it as long as routers hear its
                             heartbeats. For two answers a router would have to miss those, and JetStream to be back

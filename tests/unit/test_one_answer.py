@@ -25,6 +25,8 @@ from prefixbus.worker_bridge.admission import ALREADY_STREAMING, Admission, Left
 from prefixbus.worker_bridge.claim import Superseded, is_held
 
 WORKERS = ("w1", "w2")
+# Whose claim it is that no bridge's is.
+ROUTER = ("router", 0, 0)
 MAX_REQUESTS = 12
 HEARTBEAT_S, LAPSE_S, SUSPECT_S, LOST_S = 0.2, 2.5, 0.6, 3.0
 ACCEPT_S, DEADLINE_S, GRACE_S, DOUBT_S = 0.5, 40.0, 2.0, 5.0
@@ -186,6 +188,8 @@ class Bridge:
             self.leave(one, Left.GIVEN_BACK)
         else:
             one.claim = "held"
+            if message.detail is not None:
+                self.world.unclaimed.add(message.request)
             if one.ends_with is not None:
                 self.end_with(one, one.ends_with)
 
@@ -228,8 +232,8 @@ class Router:
         self.fleet = Fleet(SUSPECT_S, LOST_S)
         self.attempts: dict[str, Attempts] = {}
         self.timers: dict[tuple[str, str], tuple[float, int]] = {}
-        # Whose attempts were given up on without their bridge's word.
-        self.unsure: set[str] = set()
+        # Whose bridge had begun, and answered no question: it was taken for dead.
+        self.unheard: set[str] = set()
         # Whose end by a bridge was heard of.
         self.told_of_end: set[str] = set()
 
@@ -268,6 +272,14 @@ class Router:
                     self.fleet.settle(request, attempts.attempt, now, never_ran=True)
                 case Effect.RELEASE:
                     self.fleet.settle(request, attempts.attempt, now)
+                case Effect.CLAIM:
+                    # While it waits for the answer it hears nothing else.
+                    is_known = not self.world.jetstream_is_away
+                    to_do += attempts.claimed(not is_known or self.world.claims.setdefault(request, ROUTER) == ROUTER)
+                case Effect.ASK:
+                    self.timer(request, "silent", ACCEPT_S)
+                    for attempt, worker in attempts.doubtful.items():
+                        self.abort(worker, request, attempt)
                 case Effect.ANSWER:
                     assert request not in self.told_of_end, request
                     self.world.ends[request].append("router")
@@ -334,8 +346,6 @@ class Router:
             self.fleet.settle(request, attempt, now)
             self.perform(request, attempts.outcome(attempt))
         elif message.kind == "unreachable":
-            if attempts.state is State.WITHDRAWING:
-                self.unsure.add(request)
             self.perform(request, attempts.unreachable(attempt))
         elif message.kind == "accept":
             self.hear_accept(message)
@@ -344,13 +354,10 @@ class Router:
             if not message.detail:
                 foreign = attempts.of_another_life(attempt, message.worker, message.incarnation)
             if foreign is not None:
-                self.unsure.add(request)
                 self.perform(request, foreign)
             elif message.kind == "aborted":
                 self.perform(request, attempts.withdrawn(attempt, message.detail))
             elif message.detail != "ended":
-                if not message.detail:
-                    self.unsure.add(request)
                 self.perform(request, attempts.found(attempt, message.detail))
             else:
                 self.timer(request, "ended", 1.0)
@@ -360,7 +367,6 @@ class Router:
         attempts = self.attempts[request]
         foreign = attempts.of_another_life(message.attempt, message.worker, message.incarnation)
         if foreign is not None:
-            self.unsure.add(request)
             self.perform(request, foreign)
             return
         if word == "started":
@@ -379,7 +385,6 @@ class Router:
     def lost(self, lost: Lost) -> None:
         for request, attempts in self.attempts.items():
             if attempts.worker == lost.worker and not attempts.ended:
-                self.unsure.add(request)
                 self.perform(request, attempts.lost(lost.worker, lost.incarnation))
 
     def tick(self) -> None:
@@ -395,9 +400,10 @@ class Router:
             attempt = timer[1]
             match name:
                 case "silent":
-                    if attempts.error is not None:
-                        self.unsure.add(request)
-                    self.perform(request, attempts.silent(attempt))
+                    effects = attempts.silent(attempt)
+                    if Effect.ANSWER in effects:
+                        self.unheard.add(request)
+                    self.perform(request, effects)
                 case "look":
                     self.perform(request, attempts.look())
                 case "pause":
@@ -433,6 +439,10 @@ class World(RuleBasedStateMachine):
         self.frames: dict[str, set[tuple[str, int, int]]] = {}
         self.ends: dict[str, list[str]] = {}
         self.claims: dict[str, tuple[str, int, int]] = {}
+        # Whose bridge was killed after it had ended them, and before the router knew: nobody is left who does.
+        self.taken_along: set[str] = set()
+        # Of which an attempt went on though it could not know whether its claim was the first.
+        self.unclaimed: set[str] = set()
         self.is_crowded = self.is_stale = self.is_warm = False
         self.max_wait_ms = 0.0
         self.slow: frozenset[str] = frozenset()
@@ -612,6 +622,8 @@ class World(RuleBasedStateMachine):
     def bridge_is_killed(self, worker: str) -> None:
         self.bridges[worker].is_dead = True
         self.bridges[worker].running.clear()
+        told = self.router.told_of_end
+        self.taken_along |= {one for one, ends in self.ends.items() if worker in ends and one not in told}
 
     @precondition(lambda self: self.is_unstable)
     @rule(worker=workers)
@@ -691,11 +703,13 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def a_request_ends_once(self) -> None:
-        """Twice, by one bridge and by the router, only if the router gave up a worker without its word."""
+        """Twice, by one bridge and by the router, only if the bridge had begun and the router heard nothing of it
+        however often it asked, if nobody is left who knows, or if JetStream did not say who had begun."""
         for request, ends in self.ends.items():
             assert ends.count("router") <= 1, (request, ends)
             assert len(ends) - ends.count("router") <= 1, (request, ends)
-            assert len(ends) <= 1 or request in self.router.unsure, (request, ends)
+            unknown = self.router.unheard | self.taken_along | self.unclaimed
+            assert len(ends) <= 1 or request in unknown, (request, ends)
 
     @invariant()
     def a_bridge_has_what_it_runs_on_its_books_and_nothing_else(self) -> None:

@@ -1,5 +1,7 @@
 """A request's attempts: the table, and the two rules under every interleaving of messages."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -7,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefixbus.bus.errors import Cancelled, DeadlineExceeded, NoWorkers, Overloaded, StaleNamespace, WorkerLost
 from prefixbus.router.attempts import (
     CROWD_S,
+    MAX_ASKED,
     TABLE,
     Attempts,
     Effect,
@@ -302,11 +305,138 @@ def test_a_worker_lost_before_its_first_frame_is_replaced() -> None:
     assert attempts.attempt == 2
 
 
-def test_a_worker_lost_after_its_first_frame_ends_the_answer() -> None:
+def test_a_worker_lost_after_its_first_frame_is_asked_whether_it_is_dead_before_the_answer_is_ended() -> None:
     attempts = streaming()
 
-    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.ANSWER)
+    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.ASK)
+    assert attempts.unreachable(1) == (Effect.ANSWER,)
     assert isinstance(attempts.error, WorkerLost)
+    assert attempts.published
+
+
+def given_up(max_attempts: int = 1) -> Attempts:
+    """Its only worker may be alive: no more than heartbeats was missed."""
+    attempts = accepted(max_attempts)
+    attempts.lost("w1", 1)
+    return attempts
+
+
+def asking() -> Attempts:
+    attempts = given_up()
+    attempts.claimed(False)
+    return attempts
+
+
+def test_an_end_beside_an_attempt_that_may_be_running_is_claimed_first() -> None:
+    attempts = given_up()
+
+    assert attempts.state is State.CLAIMING
+    assert attempts.claimed(True) == (Effect.ANSWER,)
+    assert attempts.claimed(True) == ()
+
+
+def test_where_a_bridge_was_first_to_claim_it_is_asked_how_far_it_is() -> None:
+    attempts = given_up()
+
+    assert attempts.claimed(False) == (Effect.ASK,)
+    assert attempts.doubtful == {1: "w1"}
+    assert attempts.published
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda attempts: attempts.nobody(NoWorkers()),
+        lambda attempts: attempts.cancel(),
+        lambda attempts: attempts.deadline(),
+        lambda attempts: attempts.sent_again(),
+        lambda attempts: attempts.client_gone(),
+    ],
+    ids=["nobody", "cancel", "deadline", "sent again", "client gone"],
+)
+def test_what_ends_a_request_between_attempts_is_claimed_if_an_earlier_one_may_be_running(
+    end: Callable[[Attempts], Effects],
+) -> None:
+    assert end(given_up(4)) == (Effect.CLAIM,)
+
+
+def test_whose_last_worker_refused_it_is_claimed_if_an_earlier_attempt_may_be_running() -> None:
+    attempts = given_up(2)
+    attempts.decided("w2", 1)
+
+    assert attempts.refused(2, "no_slot") == (Effect.TAKE_BACK, Effect.CLAIM)
+
+
+def test_of_an_attempt_that_was_superseded_the_earlier_ones_are_asked() -> None:
+    attempts = given_up(4)
+    attempts.decided("w2", 1)
+    attempts.accepted(2)
+
+    assert attempts.refused(2, "already_streaming") == (Effect.TAKE_BACK, Effect.ASK)
+    assert attempts.doubtful == {1: "w1"}
+
+
+def test_only_the_attempt_that_has_begun_is_asked() -> None:
+    attempts = given_up(4)
+    attempts.decided("w2", 1)
+    attempts.started(2)
+    attempts.lost("w2", 1)
+
+    assert attempts.doubtful == {2: "w2"}
+
+
+def test_who_stopped_by_its_own_word_leaves_no_doubt() -> None:
+    attempts = streaming()
+    attempts.deadline()
+
+    assert attempts.withdrawn(1, "started") == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert attempts.doubtful == {}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        lambda attempts: attempts.withdrawn(1, ""),
+        lambda attempts: attempts.withdrawn(1, "started"),
+        lambda attempts: attempts.refused(1, "worker_lost"),
+        lambda attempts: attempts.unreachable(1),
+        lambda attempts: attempts.of_another_life(1, "w1", 2),
+    ],
+    ids=["given back", "broken off", "handed over", "nobody there", "a later life"],
+)
+def test_a_request_whose_bridge_will_not_end_it_is_ended_by_the_router(word: Callable[[Attempts], Effects]) -> None:
+    assert word(asking()) == (Effect.ANSWER,)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [lambda attempts: attempts.withdrawn(1, "ended"), lambda attempts: attempts.outcome(1)],
+    ids=["asked", "told"],
+)
+def test_a_request_that_its_bridge_has_ended_is_not_ended_again(word: Callable[[Attempts], Effects]) -> None:
+    attempts = asking()
+
+    assert word(attempts) == ()
+    assert attempts.ended
+
+
+def test_a_request_two_workers_may_be_running_is_ended_when_both_have_said_that_they_do_not() -> None:
+    attempts = given_up(2)
+    attempts.decided("w2", 1)
+    attempts.lost("w2", 1)
+    attempts.claimed(False)
+
+    assert attempts.withdrawn(2, "") == ()
+    assert attempts.withdrawn(2, "") == ()
+    assert attempts.withdrawn(1, "started") == (Effect.ANSWER,)
+
+
+def test_of_whom_nothing_is_heard_however_often_he_is_asked_is_dead() -> None:
+    attempts = asking()
+
+    for _ in range(MAX_ASKED - 1):
+        assert attempts.silent(1) == (Effect.ASK,)
+    assert attempts.silent(1) == (Effect.ANSWER,)
 
 
 def test_a_lost_end_is_made_up_for_by_asking() -> None:
@@ -434,7 +564,8 @@ def test_a_cancelled_request_is_not_given_to_another_worker() -> None:
     attempts = accepted()
     attempts.cancel()
 
-    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.ANSWER)
+    assert attempts.lost("w1", 1) == (Effect.ABORT, Effect.TAKE_BACK, Effect.CLAIM)
+    assert attempts.claimed(True) == (Effect.ANSWER,)
     assert isinstance(attempts.error, Cancelled)
 
 
@@ -469,7 +600,8 @@ def test_past_the_deadline_a_worker_that_says_nothing_is_not_waited_for() -> Non
     attempts = accepted()
 
     assert attempts.deadline() == (Effect.WITHDRAW,)
-    assert attempts.silent(1) == (Effect.TAKE_BACK, Effect.ANSWER)
+    assert attempts.silent(1) == (Effect.TAKE_BACK, Effect.CLAIM)
+    assert attempts.claimed(True) == (Effect.ANSWER,)
     assert isinstance(attempts.error, DeadlineExceeded)
 
 
@@ -503,6 +635,8 @@ class OneStreamOneEnd(RuleBasedStateMachine):
         self.booked: set[int] = set()
         self.final_frames: list[str] = []
         self.published: list[tuple[str, int]] = []
+        # Who has it: "router", or a worker.
+        self.claim = ""
         self.gave_up_waiting = False
         self.impatient = self.lossy = False
         self.act((Effect.CHOOSE,))
@@ -528,6 +662,11 @@ class OneStreamOneEnd(RuleBasedStateMachine):
                     self.down.append(("abort", attempts.worker, attempts.attempt))
                 case Effect.TAKE_BACK | Effect.RELEASE:
                     self.booked.discard(attempts.attempt)
+                case Effect.CLAIM:
+                    self.claim = self.claim or "router"
+                    self.act(attempts.claimed(self.claim == "router"))
+                case Effect.ASK:
+                    self.down += [("abort", worker, attempt) for attempt, worker in attempts.doubtful.items()]
                 case Effect.ANSWER:
                     self.final_frames.append("router")
 
@@ -605,6 +744,11 @@ class OneStreamOneEnd(RuleBasedStateMachine):
     def bridge_starts(self, pick: int) -> None:
         accepted = self.in_stage("accepted")
         worker, attempt = accepted[pick % len(accepted)]
+        if self.claim:
+            self.bridges[worker].stages[attempt] = "refused"
+            self.up.append(("accept", worker, attempt, "already_streaming"))
+            return
+        self.claim = worker
         self.bridges[worker].stages[attempt] = "streaming"
         self.published.append((worker, attempt))
         self.up.append(("started", worker, attempt, ""))
@@ -663,11 +807,11 @@ class OneStreamOneEnd(RuleBasedStateMachine):
         self.give_up(worker)
         self.act(self.attempts.unreachable(attempt))
 
-    @precondition(lambda self: self.attempts.state in (State.OFFERED, State.WITHDRAWING))
+    @precondition(lambda self: self.attempts.state in (State.OFFERED, State.WITHDRAWING, State.ASKING))
     @rule()
     def answer_is_late(self) -> None:
         effects = self.attempts.silent(self.attempts.attempt)
-        # Past the deadline or a cancel nobody waits for a worker that does not answer; it may yet end its answer.
+        # One that began, and answered no question, may yet end its answer.
         self.gave_up_waiting = self.gave_up_waiting or Effect.ANSWER in effects
         self.act(effects)
 
@@ -717,7 +861,8 @@ class OneStreamOneEnd(RuleBasedStateMachine):
 
     @invariant()
     def nothing_stays_booked(self) -> None:
-        expected = set() if self.attempts.ended or self.attempts.state is State.CHOOSING else {self.attempts.attempt}
+        is_free = self.attempts.state in (State.CHOOSING, State.CLAIMING, State.ASKING, State.ENDED)
+        expected = set() if is_free else {self.attempts.attempt}
         assert self.booked == expected
 
 
