@@ -9,7 +9,7 @@ Owns: blocks, references, keys in the cache, the LRU order.   Must not know: req
 Complexity: O(1) a block in every method.   Source: vLLM v1's block pool, whose order of eviction this keeps."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 
 
 class BlockPool:
@@ -43,6 +43,15 @@ class BlockPool:
     @property
     def cached_keys(self) -> int:
         return len(self._cached)
+
+    @property
+    def cached_count(self) -> int:
+        """Blocks that can be found, copies of one key counted apart. O(capacity)."""
+        return self.capacity - self._keys.count(None)
+
+    def keys(self) -> KeysView[int]:
+        """What can be found."""
+        return self._cached.keys()
 
     def copies(self, key: int) -> int:
         """How many blocks can be found under `key`."""

@@ -5,12 +5,14 @@
 Owns: the composition of a run, and its end.   Must not know: what is asked, which policy is good.
 Units: seconds on the timeline. Deterministic: equal arguments, equal results."""
 
+from collections.abc import Callable
+
 from ..bus.errors import PrefixbusError
 from ..bus.messages import Outcome
 from ..directory.placement import PlacementRules
 from ..directory.shard import Settings, Shard
 from ..engine_sim.request import Request
-from .results import Result, Served, WorkerTotals
+from .results import Result, Sample, Served, WorkerTotals
 from .router import Router
 from .setup import Setup
 from .timeline import Timeline
@@ -22,8 +24,13 @@ from .workload import Workload
 TICK_S = 0.1
 # After the last end: what was promised to the directory expires 1 s after its outcome.
 SETTLE_S = 2.0
+# How often it is looked at what workers hold, in the time from the first arrival to the last.
+SAMPLES = 20
 # Nothing takes longer than this after the last arrival but a run that will never end.
 GIVE_UP_S = 24 * 3600.0
+
+Watch = Callable[[float], None]
+"""Is told now and then which share of the requests has come."""
 
 
 class NeverEnds(RuntimeError):
@@ -33,7 +40,7 @@ class NeverEnds(RuntimeError):
 class World:
     """One run's parts; `run` plays it once. Tests look into the parts."""
 
-    def __init__(self, setup: Setup, workload: Workload) -> None:
+    def __init__(self, setup: Setup, workload: Workload, watch: Watch | None = None) -> None:
         self.setup = setup
         self.timeline = Timeline()
         self.directory = Shard(Settings(placement=setup.placement or PlacementRules()))
@@ -54,6 +61,8 @@ class World:
         self._by_id: dict[str, Served] = {}
         self._arrivals = workload.arrivals
         self._open = len(workload.arrivals)
+        self._samples: list[Sample] = []
+        self._watch = watch
 
     def __repr__(self) -> str:
         return f"<World {self.timeline!r} open={self._open}>"
@@ -70,7 +79,9 @@ class World:
             timeline.at(started_at + at, self._by_name[name].reset)
         if self._arrivals:
             timeline.at(started_at + self._arrivals[0].at, self._arrive, started_at, 0)
-            last_at = started_at + self._arrivals[-1].at
+            first_at, last_at = started_at + self._arrivals[0].at, started_at + self._arrivals[-1].at
+            for number in range(1, SAMPLES + 1):
+                timeline.at(first_at + (last_at - first_at) * number / SAMPLES, self._sample)
             timeline.run(lambda: self._open > 0 and timeline.now < last_at + GIVE_UP_S)
         if self._open:
             raise NeverEnds(f"{self._open} of {len(self._arrivals)} requests are open")
@@ -85,6 +96,7 @@ class World:
             ended_at=ended_at - started_at,
             dumps_asked=self.wires.dumps_asked,
             lost_events=self.wires.lost_events,
+            samples=self._samples,
         )
 
     def queue_ms(self, worker: str) -> float:
@@ -155,6 +167,21 @@ class World:
             self.wires.order(self.directory.orders(now))
         self.timeline.after(TICK_S, self._tick)
 
+    def _sample(self) -> None:
+        pools = [worker.core.pool for worker in self.workers]
+        capacity = sum(pool.capacity for pool in pools)
+        held_by_any = set[int]().union(*(pool.keys() for pool in pools))
+        self._samples.append(
+            Sample(
+                at=self.timeline.now,
+                kv_in_use=sum(pool.used_count for pool in pools) / capacity,
+                kv_cached=sum(pool.cached_count for pool in pools) / capacity,
+                copies=sum(pool.cached_keys for pool in pools) / max(1, len(held_by_any)),
+            )
+        )
+        if self._watch is not None:
+            self._watch(len(self.served) / len(self._arrivals))
+
     def _totals(self, worker: Worker) -> WorkerTotals:
         mine = [one for one in self.served if one.worker == worker.name]
         totals = worker.core.totals
@@ -169,6 +196,7 @@ class World:
             preemptions=totals.preemptions,
             orders_done=worker.warming.done_count,
             orders_given_up=worker.warming.given_up_count,
+            wrong_hits=totals.wrong_hits,
         )
 
     def _leftovers(self) -> list[str]:
@@ -181,5 +209,6 @@ class World:
         return left
 
 
-def run(setup: Setup, workload: Workload) -> Result:
-    return World(setup, workload).run()
+def run(setup: Setup, workload: Workload, watch: Watch | None = None) -> Result:
+    """:raises NeverEnds: see `World.run`."""
+    return World(setup, workload, watch).run()

@@ -47,6 +47,19 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     orders_done: int = 0
     orders_given_up: int = 0
+    # Blocks that an engine served from other tokens or another tenant's: must stay 0.
+    wrong_hits: int = 0
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """What all workers held at an instant of the run. `kv_in_use` is the share of the fleet's KV that requests hold,
+    `kv_cached` the share that can be found again; `copies` of a block are the workers where it can, on average over the
+    blocks that can be found anywhere (0: there are none)."""
+
+    at: float
+    kv_in_use: float
+    kv_cached: float
+    copies: float
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -69,6 +82,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float
     dumps_asked: int
     lost_events: int
+    # At even distances from the first arrival to the last.
+    samples: list[Sample] = []
 
     def ttft(self, *, prefix_class: str = "") -> Times:
         """Of all requests that had a first token, or of a class of them."""
