@@ -12,6 +12,7 @@ from ..bus.messages import Outcome
 from ..directory.placement import PlacementRules
 from ..directory.shard import Settings, Shard
 from ..engine_sim.request import Request
+from .bounds import shared_pool
 from .results import Result, Sample, Served, WorkerTotals
 from .router import Router
 from .setup import Setup
@@ -46,8 +47,9 @@ class World:
         self.directory = Shard(Settings(placement=setup.placement or PlacementRules()))
         self.wires = Wires(self.timeline, setup, self.directory)
         width = len(str(setup.workers - 1))
+        pool = shared_pool(setup, workload)
         self.workers = [
-            Worker(f"w{number:0{width}d}", self.timeline, self.wires, setup, workload.block_size, self._ended)
+            Worker(f"w{number:0{width}d}", self.timeline, self.wires, setup, workload.block_size, self._ended, pool)
             for number in range(setup.workers)
         ]
         self._by_name = {worker.name: worker for worker in self.workers}

@@ -9,6 +9,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from ..bus.errors import Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
 from ..router import policy
@@ -97,6 +99,10 @@ class Router:
         shape = short.shape
         candidates = sorted(short.candidates, key=lambda one: one.worker)
         keys = memoryview(route.keys).cast("Q").tolist()
+        if rules.cache_of(self.setup.policy) is not rules.Cache.OWN:
+            # The directory says who computed what, and all have it.
+            cached_tokens = self._truth.cached_tokens(candidates[0].worker, keys, shape.prompt_tokens)
+            candidates = [msgspec.structs.replace(one, cached_tokens=cached_tokens) for one in candidates]
         chosen = rule.choose(Sight(shape, keys, candidates, self.in_flight, now, self._truth))
         ranking = [policy.price(shape, one, Policy()) for one in candidates]
         ranking.sort(key=lambda terms: terms.candidate.worker != chosen)

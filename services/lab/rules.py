@@ -8,6 +8,7 @@ Owns: the rules by name, their parameters and where these come from.
 Must not know: wires, engines, how their knowledge is kept.   Units: tokens, ms, seconds."""
 
 import bisect
+import enum
 import struct
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -58,6 +59,14 @@ MakeRule = Callable[[int], Rule]
 """A router's own rule, of a seed."""
 
 
+class Cache(enum.Enum):
+    """What engines have under a rule. All but `OWN` are for bounds (bounds.py): one cache for all of them."""
+
+    OWN = "own"
+    POOLED = "pooled"
+    UNBOUNDED = "unbounded"
+
+
 class Source(NamedTuple):
     """A rule by name: how one is made (of a parameter, a seed), its published default, and where it is from."""
 
@@ -65,6 +74,7 @@ class Source(NamedTuple):
     default: float
     parameter: str
     description: str
+    cache: Cache = Cache.OWN
 
 
 # --- rules that look at no cache ---
@@ -276,6 +286,12 @@ RULES: dict[str, Source] = {
         _ExploitExplore, 2, "imbalance", "Preble's E2: exploit when more is cached than remains, else explore"
     ),
     "oracle": Source(_Oracle, 0, "", "greedy with true queues and caches, which no router can know"),
+    "pooled-lru": Source(
+        _LeastLoaded, 0, "", "a bound: one LRU cache of all workers' size, free to all; placed by load", Cache.POOLED
+    ),
+    "infinite": Source(
+        _LeastLoaded, 0, "", "a bound: one cache without end, free to all; placed by load", Cache.UNBOUNDED
+    ),
 }
 
 
@@ -292,6 +308,11 @@ class Ruled(msgspec.Struct, frozen=True):
 
     def __call__(self, seed: int) -> Rule:
         return RULES[self.name].make(self.parameter, seed)
+
+
+def cache_of(policy: object) -> Cache:
+    """What a run with this policy or rule gives its engines."""
+    return RULES[policy.name].cache if isinstance(policy, Ruled) else Cache.OWN
 
 
 def ruled(text: str) -> Ruled:

@@ -25,6 +25,7 @@ from ..bus.messages import (
     WarmOrder,
 )
 from ..engine_sim.core import DoesNotFit, EngineCore, StepResult
+from ..engine_sim.pool import BlockPool
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
@@ -65,8 +66,10 @@ class Worker:
         setup: Setup,
         block_size: int,
         on_end: Callable[[Outcome, Request], None],
+        pool: BlockPool | None = None,
     ) -> None:
-        """`on_end` sees each outcome at its instant, with the engine's request."""
+        """`on_end` sees each outcome at its instant, with the engine's request. `pool`: memory that all engines have
+        together."""
         blocks = setup.kv_tokens_of.get(name, setup.kv_tokens) // block_size
         self.name = name
         self.core = EngineCore(
@@ -74,6 +77,7 @@ class Worker:
             block_size=block_size,
             num_blocks=blocks,
             max_model_len=blocks * block_size,
+            pool=pool,
         )
         reserved_slots = int(setup.slots * setup.cold_reserve)
         self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
