@@ -116,13 +116,14 @@ async def test_a_worker_that_was_taken_for_lost_and_answers_later_says_nothing(
     worker = await worker_of(cluster, client, shared)
     running: list[asyncio.Task[str]] = []
 
+    def all_are_answered_or_stuck() -> bool:
+        stuck = sum(not one.done() for one in running)
+        return stuck == cluster.metrics("router")["prefixbus_router_in_hand"] == in_work(cluster, worker)
+
     async def one_is_stuck() -> bool:
         running.append(asyncio.create_task(code_of(client, f"{shared} {len(running)}")))
-        for _ in range(3):
-            await asyncio.sleep(0.2)
-            if not lossy.metrics()["prefixbus_router_in_hand"]:
-                return False
-        return True
+        await eventually(all_are_answered_or_stuck, "the others are answered", 20)
+        return lossy.metrics()["prefixbus_router_in_hand"] > 0
 
     await control(cluster, worker, "pause")
     try:
@@ -144,6 +145,13 @@ def without(worker: str) -> Fate:
     """Its heartbeats do not arrive, and it is not told to stop anything."""
     lost = (f"pb.v1.load.{worker}", f"pb.v1.ctl.{worker}.abort")
     return lambda subject: None if subject in lost else 0.0
+
+
+def in_work(cluster: Cluster, worker: str) -> float:
+    """Attempts that this worker's bridge has accepted and not ended."""
+    bridge = next(file for file in deployment.run_files(cluster.state) if file.instance == worker)
+    metrics = cluster.metrics_of(bridge)
+    return metrics["prefixbus_bridge_running"] + metrics["prefixbus_bridge_waiting"]
 
 
 async def worker_of(cluster: Cluster, client: Client, text: str) -> str:
