@@ -27,6 +27,9 @@ TIERS = ("gpu", "host")
 WARM = "warm"
 """The decision of a dispatch that carries out a `WarmOrder`: no client waits for it."""
 
+# An answer that names more workers than this takes longer to read than it can be worth.
+NAMED_MAX = 1 << 16
+
 # What a bridge says of itself goes into sums, quotients and records of everybody's requests: a decoder refuses what
 # cannot be. NaN is below every bound.
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -121,9 +124,9 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
 class Level(msgspec.Struct, frozen=True, array_like=True):
     """These workers hold the first `depth` blocks, and no more, in this tier (`gpu`, or `host`: to be loaded first)."""
 
-    depth: int
-    workers: list[str]
-    tier: str = "gpu"
+    depth: Annotated[int, Meta(ge=1, le=1 << 40)]
+    workers: Annotated[list[_Name], Meta(max_length=NAMED_MAX)]
+    tier: _Name = "gpu"
 
 
 class Holdings(msgspec.Struct, frozen=True, array_like=True):
@@ -133,15 +136,16 @@ class Holdings(msgspec.Struct, frozen=True, array_like=True):
     `incomplete` are workers whose story has holes. `trust` is the share (0 to 1) of what is said of a worker in this
     namespace that should be expected to come true, holes in its story included; 1 if it is not named. `announced` says
     how many blocks of a worker's depth are announced and not there yet. `replica` answered, having applied the event
-    stream up to `stream_seq`."""
+    stream up to `stream_seq`. `refused` says why it does not know, empty where it does."""
 
     v: int
-    levels: list[Level]
-    incomplete: list[str] = []
-    trust: dict[str, float] = {}
-    replica: str = ""
-    stream_seq: int = 0
-    announced: dict[str, int] = {}
+    levels: Annotated[list[Level], Meta(max_length=NAMED_MAX)]
+    incomplete: Annotated[list[_Name], Meta(max_length=NAMED_MAX)] = []
+    trust: Annotated[dict[_Name, _Usage], Meta(max_length=NAMED_MAX)] = {}
+    replica: _Name = ""
+    stream_seq: _Count = 0
+    announced: Annotated[dict[_Name, _Count], Meta(max_length=NAMED_MAX)] = {}
+    refused: _Name = ""
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 
 from ..bus import messages, namespace, subjects
 from ..bus.errors import BadSubject, BusUnavailable, ConfigInvalid, PrefixbusError
-from ..bus.messages import Dispatched, Load, Lookup, Outcome
+from ..bus.messages import Dispatched, Holdings, Load, Lookup, MessageInvalid, Outcome
 from ..bus.runtime import Runtime
 from .ledger import AskDump, Effect, NewIncarnation, Rules, WorkerBack, WorkerLost, WorkerSuspect
 from .metrics import DirectoryMetrics
@@ -89,7 +89,13 @@ class Directory:
         )
 
     def lookup(self, asked: Lookup, message: Msg) -> None:
-        """Answers with `Holdings`. Who asks what cannot be read gets no answer, and decides blind."""
+        """Answers with `Holdings`. Who asks what cannot be read gets no answer, and decides blind.
+
+        :raises MessageInvalid: it is not ours to know; who asked is told, too."""
+        if not self._is_ours(asked.ns_id):
+            why = f"the namespace is not of shard {self.shard} of {self._shards}; is [directory] shards another there?"
+            self._send(message.reply, messages.HOLDINGS.encode(Holdings(messages.VERSION, [], refused=why)))
+            raise MessageInvalid(f"A router asks for another shard's: {why}")
         started = time.perf_counter()
         found = self.core.lookup(asked, self._now())
         holdings = msgspec.structs.replace(found, replica=self._rt.instance, stream_seq=self.applied_seq)

@@ -62,7 +62,7 @@ from .addresses import Addresses
 from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .books import Books
 from .fleet import Available, Fleet, Lost, Survey
-from .holdings import corrected
+from .holdings import check, corrected
 from .learning import Learner
 from .metrics import Metrics, OfClass, WorkerGauges
 from .patience import Patience
@@ -479,11 +479,15 @@ class Request:
                 timeout_s=desk.settings.lookup_timeout_ms / 1000,
             )
             holdings = HOLDINGS.decode(reply.data)
+            check(holdings, len(route.keys) // 8)
         except PrefixbusError as exc:
+            desk.metrics.lookup_failures.inc()
+            if isinstance(exc, MessageInvalid):
+                desk.rt.caught(exc, "deciding blind")
+                return None
             # That nobody listens was said at once: there is no time to be saved by not asking.
             if not isinstance(exc, NoResponders):
                 patience.missed(desk.clock.now())
-            desk.metrics.lookup_failures.inc()
             desk.rt.log.debug("deciding blind: %s", exc)
             return None
         patience.answered()

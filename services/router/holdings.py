@@ -1,4 +1,5 @@
-"""What a directory said of who holds a prompt, with workers put at other depths by who knows better.
+"""What a directory said of who holds a prompt: whether it can be true, and with workers put at other depths by who
+knows better.
 
 Must not know: NATS, where an answer came from.   Units: depths in blocks."""
 
@@ -6,7 +7,24 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..bus.messages import Holdings, Level
+from ..bus.messages import NAMED_MAX, Holdings, Level, MessageInvalid
+
+
+def check(holdings: Holdings, blocks: int) -> None:
+    """Returns if it is an answer about a chain of so many blocks. Of one that cannot be, nothing is believed: what is
+    wrong with the rest of it nobody knows.
+
+    :raises MessageInvalid: the directory says that it does not know, or says what cannot be."""
+    if holdings.refused:
+        raise MessageInvalid(f"The directory does not know: {holdings.refused}")
+    deepest, named = blocks, 0
+    for level in holdings.levels:
+        if level.depth > deepest:
+            raise MessageInvalid(f"A depth of {level.depth} blocks where at most {deepest} can be.")
+        deepest = level.depth
+        named += len(level.workers)
+    if named > NAMED_MAX:
+        raise MessageInvalid(f"It names {named} workers.")
 
 
 def corrected(holdings: Holdings, worker: str, depth: int) -> Holdings:

@@ -228,6 +228,8 @@ class FakeDirectory:
         self._bus = bus
         self.levels: list[Level] = []
         self.more: dict[str, Any] = {}
+        # What it answers instead, if anything.
+        self.raw: bytes | None = None
         self.hangs = False
         self.asked = 0
         self._subscription: Subscription | None = None
@@ -247,7 +249,8 @@ class FakeDirectory:
         self.asked += 1
         if self.hangs:
             return
-        await self._bus.publish(message.reply, HOLDINGS.encode(Holdings(VERSION, self.levels, **self.more)))
+        answer = HOLDINGS.encode(Holdings(VERSION, self.levels, **self.more)) if self.raw is None else self.raw
+        await self._bus.publish(message.reply, answer)
 
 
 class Answer:

@@ -22,12 +22,14 @@ from prefixbus.bus.messages import (
     CONTROL_REPLY,
     DECISION,
     DISPATCHED,
+    HOLDINGS,
     JOB,
     VERSION,
     Accept,
     ControlReply,
     DecisionRecord,
     Dispatched,
+    Holdings,
     Job,
     Level,
 )
@@ -1100,6 +1102,59 @@ async def test_a_worker_that_tells_another_block_size_than_its_models_is_no_cand
     await eventually(lambda: bool(world.records), "the decision is recorded")
     assert world.records[0].excluded == {"w1": "model"}
     assert world.records[0].block_size == BLOCK
+
+
+NONSENSE: dict[str, bytes] = {
+    "nothing": b"",
+    "no message": b"\xc1garbage",
+    "cut short": HOLDINGS.encode(Holdings(VERSION, [Level(6, ["w1"])]))[:-3],
+    "deeper than the prompt": HOLDINGS.encode(Holdings(VERSION, [Level(7, ["w1"])])),
+    "below nothing": HOLDINGS.encode(Holdings(VERSION, [Level(-6, ["w1"])])),
+    "trust like no number": HOLDINGS.encode(Holdings(VERSION, [Level(6, ["w1"])], trust={"w1": math.nan})),
+    "a name without end": HOLDINGS.encode(Holdings(VERSION, [Level(6, ["w1"] * 100_000)])),
+    "another shard's": HOLDINGS.encode(Holdings(VERSION, [], refused="not of shard 0 of 3")),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+async def test_a_directory_that_says_what_cannot_be_is_asked_again_and_not_believed(world: World, case: str) -> None:
+    idle, busy = await world.bridge("w2"), await world.bridge("w1")
+    busy.queue_ms = 100.0
+    router = await world.router()
+    await eventually(lambda: router.knows("w1", "w2"), "both are known")
+
+    world.directory.raw = NONSENSE[case]
+    for _ in range(4):
+        answer = await world.client.send(CLOCK.wall())
+        await world.ended(answer)
+        assert answer.code == ""
+    assert len(idle.dispatches) == 4
+    world.directory.raw, world.directory.levels = None, [Level(6, ["w1"])]
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    await eventually(lambda: len(world.records) == 5, "all decisions are recorded")
+    assert [record.decision for record in world.records[:4]] == ["blind"] * 4
+    assert not any(record.predicted_cached_tokens for record in world.records[:4])
+    assert world.records[4].held_blocks == 6
+    assert router.value("prefixbus_router_lookup_failures_total") == 4
+    assert router.value("prefixbus_failures_total", code="message_invalid") == 4
+    await world.books_balance()
+
+
+async def test_workers_that_nobody_knows_are_no_candidates_whatever_a_directory_says_of_them(world: World) -> None:
+    await world.bridge("w1")
+    world.directory.levels = [Level(6, [f"ghost-{number}" for number in range(1000)]), Level(2, ["w1", "w9", ""])]
+    router = await world.router()
+    await eventually(lambda: router.knows("w1"), "the worker is known")
+
+    answer = await world.client.send(CLOCK.wall())
+    await world.ended(answer)
+
+    await eventually(lambda: bool(world.records), "the decision is recorded")
+    assert [one.worker for one in world.records[0].candidate_workers] == ["w1"]
+    assert world.records[0].held_blocks == 2
+    await world.books_balance()
 
 
 FORGED = {

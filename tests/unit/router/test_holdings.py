@@ -1,10 +1,12 @@
 """What the directory said, corrected by the bridges: as if it had known."""
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixbus.bus.messages import VERSION, Holdings, Level
-from prefixbus.router.holdings import corrected
+from prefixbus.bus.messages import HOLDINGS, NAMED_MAX, VERSION, Holdings, Level, MessageInvalid
+from prefixbus.router.holdings import check, corrected
 
 workers = st.sampled_from(["w1", "w2", "w3", "w4"])
 
@@ -24,6 +26,44 @@ def holdings(draw: st.DrawFn) -> Holdings:
         7,
         draw(st.dictionaries(workers, st.integers(1, 9))),
     )
+
+
+def heard(levels: list[Level], **more: object) -> Holdings:
+    """As a router hears it."""
+    return HOLDINGS.decode(HOLDINGS.encode(msgspec.structs.replace(Holdings(VERSION, levels), **more)))
+
+
+@given(holdings())
+def test_what_a_directory_may_say_is_believed(known: Holdings) -> None:
+    check(HOLDINGS.decode(HOLDINGS.encode(known)), 9)
+
+
+IMPOSSIBLE: dict[str, tuple[list[Level], dict[str, object]]] = {
+    "deeper than the chain": ([Level(10, ["w1"])], {}),
+    "absurdly deep": ([Level(1 << 62, ["w1"])], {}),
+    "no depth": ([Level(0, ["w1"])], {}),
+    "below nothing": ([Level(-1, ["w1"])], {}),
+    "not the deepest first": ([Level(3, ["w1"]), Level(4, ["w2"])], {}),
+    "one name again and again": ([Level(3, ["w1"] * (NAMED_MAX + 1))], {}),
+    "many levels of it": ([Level(3, ["w1"] * 10)] * (NAMED_MAX // 10 + 1), {}),
+    "trusted less than not at all": ([], {"trust": {"w1": -0.5}}),
+    "trusted like no number": ([], {"trust": {"w1": float("nan")}}),
+    "trusted without end": ([], {"trust": {"w1": float("inf")}}),
+    "announced below nothing": ([], {"announced": {"w1": -1}}),
+    "a sequence below nothing": ([], {"stream_seq": -1}),
+    "a name that is a text": ([Level(3, ["w" * 1000])], {}),
+    "incomplete without end": ([], {"incomplete": ["w1"] * (NAMED_MAX + 1)}),
+    "another version": ([], {"v": 2}),
+    "of another shard": ([], {"refused": "the namespace is not of shard 1 of 3"}),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_what_cannot_be_is_not_believed(case: str) -> None:
+    levels, more = IMPOSSIBLE[case]
+
+    with pytest.raises(MessageInvalid):
+        check(heard(levels, **more), 9)
 
 
 def depths(known: Holdings, tier: str) -> dict[str, int]:
