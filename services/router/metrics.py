@@ -137,8 +137,8 @@ class Metrics:
         )
         self.foreign_answers = Counter(
             "prefixbus_router_foreign_answers",
-            "Answers to dispatches and aborts, and outcomes, by another worker or life than the one addressed, or given "
-            "where nobody was told to answer.",
+            "Answers to dispatches and aborts, and outcomes, by another worker or life than the one addressed, or at an"
+            " address that nobody was told.",
             registry=registry,
         )
         self.in_hand = Gauge(
