@@ -10,6 +10,7 @@ Units: tokens u32 LE (4 bytes each), keys u64 LE (8 bytes each).   Source: facts
 16."""
 
 import struct
+from collections.abc import Iterable
 from typing import Literal
 
 import xxhash
@@ -48,6 +49,19 @@ def common_blocks(one: bytes, other: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def deepest_common(chain: bytes, others: Iterable[bytes], known_blocks: int = 0) -> int:
+    """How many leading blocks of a chain somebody has: `known_blocks`, or more if one of the others shares more. Costs
+    0.1 us for each of them that does not."""
+    deepest = known_blocks
+    following = chain[8 * deepest : 8 * deepest + 8]
+    for other in others:
+        # Who has the next key has all before it, too.
+        if following and other[8 * deepest : 8 * deepest + 8] == following:
+            deepest = common_blocks(chain, other)
+            following = chain[8 * deepest : 8 * deepest + 8]
+    return deepest
 
 
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:

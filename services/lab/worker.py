@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable
 
-from ..bus.blockkeys import common_blocks, reusable_blocks
+from ..bus.blockkeys import deepest_common, reusable_blocks
 from ..bus.messages import (
     VERSION,
     Accept,
@@ -29,7 +29,7 @@ from ..engine_sim.pool import BlockPool
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
-from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Ticket
+from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Ticket, charged_ms
 from .setup import INCARNATION, MODEL, SERVES, Setup
 from .timeline import Timeline
 from .warming import Warming
@@ -136,16 +136,19 @@ class Worker:
         now = self._timeline.now
         keys = memoryview(arrival.keys).cast("Q").tolist()
         held_blocks = self._held_blocks(keys, arrival.prompt_tokens)
-        expected_blocks = held_blocks
-        if held_blocks < dispatch.min_held_blocks:
-            expected_blocks = max(held_blocks, self._shared_with_others(arrival))
+        expected_blocks = self._expected_blocks(arrival, held_blocks)
         offer = Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
             tenant=arrival.tenant,
             client_request_id=dispatch.request_id,
             incarnation=dispatch.incarnation,
-            prefill_ms=dispatch.prefill_ms,
+            prefill_ms=charged_ms(
+                dispatch.prefill_ms,
+                arrival.prompt_tokens,
+                dispatch.predicted_tokens,
+                expected_blocks * self._block_size,
+            ),
             prompt_tokens=arrival.prompt_tokens,
             held_blocks=held_blocks,
             max_queue_ms=dispatch.max_queue_ms,
@@ -222,10 +225,10 @@ class Worker:
         reusable = reusable_blocks(prompt_tokens, self._block_size)
         return len(self.core.pool.lookup(keys, min(reusable, len(keys))))
 
-    def _shared_with_others(self, arrival: Arrival) -> int:
-        """How many blocks of it requests in hand are about to add."""
+    def _expected_blocks(self, arrival: Arrival, held_blocks: int) -> int:
+        """How many blocks of it there are, with those that requests in hand are about to add."""
         reusable = arrival.keys[: 8 * reusable_blocks(arrival.prompt_tokens, self._block_size)]
-        return max((common_blocks(one.arrival.keys, reusable) for one in self._running.values()), default=0)
+        return deepest_common(reusable, [one.arrival.keys for one in self._running.values()], held_blocks)
 
     def _submit(self, running: _Running) -> None:
         """The engine is between two steps, or in one that this one comes too late for."""

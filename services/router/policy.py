@@ -30,7 +30,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from ..bus.blockkeys import Warmth, warmth
+from ..bus.blockkeys import Warmth, reusable_blocks, warmth
 from ..bus.errors import ConfigInvalid
 from . import cost
 from .cost import PrefillModel
@@ -61,6 +61,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     new_kv_price: Annotated[float, Meta(ge=0, le=10)] = 0.3
     # Keeps a prefix that many sessions share from gathering them all; over 100 it costs reuse. Given only where
     # something is shared: traffic that never repeats has no use for a home, and would pay 2-3 % of its TTFT for it.
+    # Whoever is computing what nobody holds yet is a home, too: 32 siblings of a short prompt are 20 ms of work.
     home_bonus_ms: _Ms = 30.0
     # At most this much later than the best cold candidate may a warm choice be; null: the prices alone decide. A cap
     # near 0 would void `new_kv_price` and the externality, which are there to accept a later start.
@@ -225,16 +226,18 @@ def known(policy: Policy) -> Policy:
     return policy
 
 
-def price(request: RequestShape, candidate: Candidate, policy: Policy) -> Terms:
-    """All terms of one candidate, which pulls if that is cheaper."""
-    computing = _price(request, candidate, policy, None)
+def price(request: RequestShape, candidate: Candidate, policy: Policy, *, is_at_it: bool = False) -> Terms:
+    """All terms of one candidate, which pulls if that is cheaper; `is_at_it`: as `_who_is_at_it` says."""
+    computing = _price(request, candidate, policy, None, is_at_it)
     if candidate.pull is None or candidate.only_reserved or request.fleet_rho > policy.max_pull_rho:
         return computing
-    pulling = _price(request, candidate, policy, candidate.pull)
+    pulling = _price(request, candidate, policy, candidate.pull, is_at_it)
     return pulling if pulling.cost_ms < computing.cost_ms else computing
 
 
-def _price(request: RequestShape, candidate: Candidate, policy: Policy, pull: Pull | None) -> Terms:
+def _price(
+    request: RequestShape, candidate: Candidate, policy: Policy, pull: Pull | None, is_at_it: bool = False
+) -> Terms:
     """At least one token of a prompt is always computed. What is pulled is new KV there like what is computed, and has
     the same price: it evicts as much."""
     model, speed, prompt = candidate.model, candidate.speed, request.prompt_tokens
@@ -249,7 +252,7 @@ def _price(request: RequestShape, candidate: Candidate, policy: Policy, pull: Pu
     new_kv_ms = policy.new_kv_price * speed * cost.kv_price_ms(model, created, prompt)
     work_ms = speed * cost.work_ms(model, uncached, prompt)
     externality_ms = cost.externality(candidate.rho, policy.externality_cap) * work_ms
-    home_bonus_ms = _home_bonus_ms(request, candidate, policy)
+    home_bonus_ms = policy.home_bonus_ms if is_at_it else _home_bonus_ms(request, candidate, policy)
     ttft_ms = max(candidate.queue_ms, transfer_ms) + prefill_ms + interference_ms + memory_wait_ms
     cost_ms = ttft_ms + new_kv_ms + externality_ms - home_bonus_ms
     return Terms(
@@ -281,6 +284,21 @@ def _home_bonus_ms(request: RequestShape, candidate: Candidate, policy: Policy) 
     return policy.home_bonus_ms + (1.0 + policy.new_kv_price) * shared_ms
 
 
+def _who_is_at_it(request: RequestShape, candidates: list[Candidate]) -> list[str]:
+    """The workers that are computing what tells this prompt apart, as long as nobody has it.
+
+    Each sibling of a burst has its last block to compute, and the work of those before it counts as queued. Of a prompt
+    of 2000 tokens, which is computed in 34 ms, the twentieth would find another worker that begins at once cheaper, and
+    compute all of it there. Where all of the prompt is common to most traffic, its last block stands for what tells it
+    apart: so is the only prompt of all traffic, once four have come."""
+    depth = min(
+        request.shared_tokens // request.block_size + 1, reusable_blocks(request.prompt_tokens, request.block_size)
+    )
+    if not depth or any(one.held_blocks - one.announced_blocks >= depth for one in candidates):
+        return []
+    return [one.worker for one in candidates if one.held_blocks >= depth]
+
+
 def shared_tokens(shared_blocks: int, block_size: int) -> int:
     """What of a shared prefix counts as such."""
     return min(MAX_SHARED_TOKENS, shared_blocks * block_size)
@@ -303,7 +321,8 @@ def is_warm(request: RequestShape, candidate: Candidate, floor_tokens: int) -> b
 
 
 def _prefix_aware(request: RequestShape, candidates: list[Candidate], policy: Policy, now: float) -> Decision:
-    ranked = [price(request, candidate, policy) for candidate in candidates]
+    at_it = _who_is_at_it(request, candidates)
+    ranked = [price(request, candidate, policy, is_at_it=candidate.worker in at_it) for candidate in candidates]
     ranked.sort(key=functools.partial(_by_cost, request.home))
     floor_tokens = min(terms.candidate.cached_tokens for terms in ranked)
     chosen, barred_because = _first_permitted(request, ranked, policy, floor_tokens)

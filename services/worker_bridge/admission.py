@@ -112,6 +112,17 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     expected_blocks: int = 0
 
 
+def charged_ms(foreseen_ms: float, prompt_tokens: int, foreseen_tokens: int, expected_tokens: int) -> float:
+    """The prefill work that a request adds here, if its router foresaw `foreseen_ms` and that `foreseen_tokens` of the
+    prompt would be found, and `expected_tokens` are: they are held, or requests in hand are about to add them.
+
+    Routers that send siblings in one moment know nothing of each other's, and foresee the whole prompt for each. It is
+    computed once, and a queue that counted it for each would send the rest of the burst to compute it elsewhere. Work
+    is all but proportional to tokens; where less is found than foreseen the router's word stands."""
+    left = max(1, prompt_tokens - expected_tokens)
+    return foreseen_ms * min(1.0, left / max(1, prompt_tokens - foreseen_tokens))
+
+
 class Ticket:
     """A request that was let in. `has_turn`: it may go to the engine; `begin_by`: if it may not by then, it is given
     back; `head_at`: when all prefill work that went there before it was done."""

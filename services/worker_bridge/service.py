@@ -20,7 +20,7 @@ from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusErro
 from ..bus.messages import VERSION, WARM, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
 from ..bus.outbox import Outbox
 from ..bus.runtime import DRAIN_S, Runtime
-from .admission import Admission, Left, Offer, Verdict
+from .admission import Admission, Left, Offer, Verdict, charged_ms
 from .blocks import BlockIndex
 from .engine import Engine, VllmHttp
 from .heartbeat import Heartbeat, is_urgent
@@ -308,23 +308,25 @@ class Bridge:
 
     def _offer(self, dispatch: Dispatch, job: Job, keys: bytes) -> Offer:
         prompt_tokens = len(job.tokens) // 4
-        expected_blocks = held_blocks = held_of_prompt(self.index, dispatch.ns_id, keys, prompt_tokens)
-        if held_blocks < dispatch.min_held_blocks:
-            reusable = keys[: 8 * blockkeys.reusable_blocks(prompt_tokens, self._section.block_size)]
-            expected_blocks = max(held_blocks, self.streams.shared_with_others(dispatch.ns_id, reusable))
+        block_size = self._section.block_size
+        held_blocks = held_of_prompt(self.index, dispatch.ns_id, keys, prompt_tokens)
+        reusable = keys[: 8 * blockkeys.reusable_blocks(prompt_tokens, block_size)]
+        expected_blocks = self.streams.expected_blocks(dispatch.ns_id, reusable, held_blocks)
         return Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
             tenant=job.namespace.tenant,
             client_request_id=job.client_request_id,
             incarnation=dispatch.incarnation,
-            prefill_ms=dispatch.prefill_ms,
+            prefill_ms=charged_ms(
+                dispatch.prefill_ms, prompt_tokens, dispatch.predicted_tokens, expected_blocks * block_size
+            ),
             prompt_tokens=prompt_tokens,
             held_blocks=held_blocks,
             max_queue_ms=dispatch.max_queue_ms,
             accept_by_at=dispatch.accept_by_at,
             deadline_at=job.deadline_at,
-            uncached_tokens=prompt_tokens - held_blocks * self._section.block_size,
+            uncached_tokens=prompt_tokens - held_blocks * block_size,
             is_warm=dispatch.is_warm,
             max_wait_ms=dispatch.max_wait_ms,
             min_held_blocks=dispatch.min_held_blocks,

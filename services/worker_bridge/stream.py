@@ -226,11 +226,11 @@ class Streams:
         """Whether the bus was lost so lately that clients may not be back."""
         return self.back_for_s() < _CLIENTS_BACK_S
 
-    def shared_with_others(self, ns_id: bytes, keys: bytes) -> int:
-        """How many leading blocks of this chain requests in hand have, or are about to have: an engine keeps those of a
-        request at least as long as it runs."""
-        alike = [attempt.keys for attempt in self._attempts.values() if attempt.ns_id == ns_id]
-        return max((blockkeys.common_blocks(keys, others) for others in alike), default=0)
+    def expected_blocks(self, ns_id: bytes, keys: bytes, held_blocks: int) -> int:
+        """How many leading blocks of this chain there are, of which `held_blocks` are held, with those that requests in
+        hand are about to have: an engine keeps those of a request at least as long as it runs."""
+        chains = [attempt.keys for attempt in self._attempts.values() if attempt.ns_id == ns_id]
+        return blockkeys.deepest_common(keys, chains, held_blocks)
 
     def give_turns(self) -> None:
         """Lets those go to the engine for whom there is room; to be called when room may have been made."""

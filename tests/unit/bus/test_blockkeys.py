@@ -40,6 +40,16 @@ def test_what_two_chains_share_is_their_common_prefix(one: list[int], other: lis
     assert blockkeys.common_blocks(first, second) == blockkeys.common_blocks(second, first) == shared
 
 
+@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=9))
+def test_the_deepest_of_several_chains_is_the_deepest_of_each(one: list[int], others: list[list[int]]) -> None:
+    first, *chains = (blockkeys.chain(packed(tokens), 1, 1) for tokens in (one, *others))
+
+    found = [blockkeys.deepest_common(first, chains, known) for known in range(len(one) + 1)]
+
+    deepest = max((blockkeys.common_blocks(first, chain) for chain in chains), default=0)
+    assert found == [max(known, deepest) for known in range(len(one) + 1)]
+
+
 @given(token_lists, st.integers(0, 200))
 def test_a_common_prefix_has_common_keys_and_no_more(tokens: list[int], cut: int) -> None:
     tokens = [*tokens, 7]

@@ -129,6 +129,38 @@ def test_siblings_of_a_burst_follow_the_first_until_its_queue_is_longer_than_the
     assert sum(depth > 0 for depth in cached.values()) <= 2
 
 
+@pytest.mark.parametrize("shared", [0, 496], ids=["new", "the only prompt of all traffic"])
+def test_who_computes_what_nobody_has_yet_is_given_its_siblings(shared: int) -> None:
+    """20 ms of their last blocks are queued there, and 500 tokens are computed in 9."""
+    request = shape(500, shared_tokens=shared)
+
+    def first(announced: int) -> Candidate:
+        return candidate("first", 496, 20.0, held_blocks=31, announced_blocks=announced)
+
+    computing = choose(request, first(31), IDLE)
+    done = choose(request, first(0), IDLE)
+    done_by_another = choose(request, first(31), candidate("other", 496, 5.0, held_blocks=31), IDLE)
+
+    assert computing.worker == "first"
+    assert computing.ranking[0].home_bonus_ms == Policy().home_bonus_ms
+    assert done.worker == "idle"
+    assert done_by_another.worker == "other"
+
+
+def test_siblings_do_not_pile_up_without_end() -> None:
+    first = candidate("first", 496, 45.0, held_blocks=31, announced_blocks=31)
+
+    assert choose(shape(500), first, IDLE).worker == "idle"
+
+
+def test_who_computes_only_what_most_traffic_shares_is_nobodys_home() -> None:
+    first = candidate("first", 480, 20.0, held_blocks=30, announced_blocks=30)
+
+    decision = choose(shape(600, shared_tokens=480), first, IDLE)
+
+    assert decision.worker == "idle"
+
+
 def test_a_busy_worker_with_a_small_cache_loses_a_cold_miss_to_an_idle_one() -> None:
     small = candidate("a-small", pinned_tokens=49_000, free_tokens=1_000, rho=0.7)
 

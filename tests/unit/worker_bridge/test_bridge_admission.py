@@ -99,6 +99,21 @@ def test_a_worker_that_lost_what_it_was_chosen_for_refuses_and_says_what_it_has(
     assert (soon.refused, soon.held_blocks) == ("", 3)
 
 
+@pytest.mark.parametrize(
+    ("foreseen", "expected", "share"),
+    [
+        pytest.param(0, 992, 8 / 1000, id="a sibling computes the rest"),
+        pytest.param(992, 992, 1.0, id="the router knew it"),
+        pytest.param(500, 750, 0.5, id="more is there than the router knew"),
+        pytest.param(992, 0, 1.0, id="less is there"),
+        pytest.param(0, 0, 1.0, id="nothing is there"),
+        pytest.param(2000, 2000, 1.0, id="absurd"),
+    ],
+)
+def test_what_is_computed_once_is_charged_once(foreseen: int, expected: int, share: float) -> None:
+    assert admission.charged_ms(100.0, 1000, foreseen, expected) == pytest.approx(100.0 * share)
+
+
 def test_no_more_than_slots() -> None:
     made = table(slots=1)
     ticket = let_in(made, offer("r1"))
