@@ -9,7 +9,8 @@ How an attempt ends, and who says so:
     the client is gone               the outcome alone
     stopped by the router            nothing
     the lease lapsed, the bus was    nothing but a word to the router, which has ended it or asked another worker
-    lost, the name was taken         already, or does so now
+    lost, the name was taken, its    already, or does so now
+    task is cancelled
 
     another attempt answers  nothing to the client; the router is told, and asks nobody else
 
@@ -351,12 +352,18 @@ class Attempt:
         try:
             try:
                 error = await self._claimed_end(await self._go())
+            except asyncio.CancelledError:
+                self.give_up(WorkerLost())
+                raise
             finally:
                 self._over = True
                 self._streams.left(self, self._how_left(error))
             if isinstance(error, WorkerLost):
                 self._streams.engine_doubted()
             await self._conclude(error)
+        except asyncio.CancelledError:
+            self._go_away()
+            raise
         finally:
             self._streams.concluded(self)
 
@@ -639,6 +646,24 @@ class Attempt:
             headers = frames.error_headers(error, self._label, seq=self._seq, attempt=attempt)
         self._streams.bus.send(self._job.reply, b"", headers=headers)
 
+    def _go_away(self) -> None:
+        """The task is being cancelled: one word to the router, which need not wait for the lease to run out."""
+        if self._told is Told.NOBODY:
+            return
+        error = WorkerLost()
+        self.give_up(error)
+        self._count_left(error)
+        self._streams.admission.amend(self.ticket, self._how_left(error), self._streams.clock.now())
+        with contextlib.suppress(BusUnavailable):
+            self._tell_of_loss(error)
+
+    def _tell_of_loss(self, error: PrefixbusError) -> None:
+        """:raises BusUnavailable: not told."""
+        if self.has_started:
+            # This notice may have been lost with the bus; without it the router would ask somebody else.
+            self._tell_router(STARTED, self._streams.no_router_subject(self))
+        self._tell_router(_word(error), self._streams.no_router_subject(self))
+
     async def _hand_over(self, error: PrefixbusError | None) -> None:
         """The router ends what has begun, and asks somebody else for what has not, if it has not done so already.
 
@@ -656,10 +681,7 @@ class Attempt:
                     await asyncio.sleep(_HAND_OVER_AFTER_S - streams.back_for_s())
                 self.router_missed = False
                 with contextlib.suppress(BusUnavailable):
-                    if self.has_started:
-                        # This notice may have been lost with the bus; without it the router would ask somebody else.
-                        self._tell_router(STARTED, streams.no_router_subject(self))
-                    self._tell_router(_word(error), streams.no_router_subject(self))
+                    self._tell_of_loss(error)
                     if not streams.clients_may_be_away():
                         return
                 await asyncio.sleep(_PROBE_ANSWER_S)
