@@ -13,13 +13,14 @@ from ..directory.placement import PlacementRules
 from ..directory.shard import Settings, Shard
 from ..engine_sim.request import Request
 from .bounds import shared_pool
+from .lives import Lives
 from .results import Result, Sample, Served, WorkerTotals
-from .router import Router
+from .router import LOST_AFTER_S, Router
 from .setup import Setup
 from .timeline import Timeline
 from .wires import Wires
 from .worker import Worker
-from .workload import Workload
+from .workload import Arrival, Workload
 
 # How often routers and directory look at their leases and at what has expired.
 TICK_S = 0.1
@@ -46,18 +47,13 @@ class World:
         self.timeline = Timeline()
         self.directory = Shard(Settings(placement=setup.placement or PlacementRules()))
         self.wires = Wires(self.timeline, setup, self.directory)
-        width = len(str(setup.workers - 1))
-        pool = shared_pool(setup, workload)
-        self.workers = [
-            Worker(f"w{number:0{width}d}", self.timeline, self.wires, setup, workload.block_size, self._ended, pool)
-            for number in range(setup.workers)
-        ]
-        self._by_name = {worker.name: worker for worker in self.workers}
+        self._block_size = workload.block_size
+        self._pool = shared_pool(setup, workload)
+        self.lives = Lives(self.timeline, self.wires, setup, self._begin, self._broken)
         self.routers = [
             Router(f"r{number}", self.timeline, self.wires, setup, self, self._answered)
             for number in range(setup.routers)
         ]
-        self.wires.workers.update(self._by_name)
         self.wires.routers.extend(self.routers)
         self.served: list[Served] = []
         self._by_id: dict[str, Served] = {}
@@ -72,13 +68,10 @@ class World:
     def run(self) -> Result:
         """:raises NeverEnds: requests are left, a day after the last one came."""
         timeline = self.timeline
-        for worker in self.workers:
-            worker.report()
-        timeline.run_until(self.setup.hop_s)
-        started_at = timeline.now
+        started_at = self.setup.hop_s
+        self.lives.start(started_at)
+        timeline.run_until(started_at)
         timeline.after(TICK_S, self._tick)
-        for at, name in self.setup.resets:
-            timeline.at(started_at + at, self._by_name[name].reset)
         if self._arrivals:
             timeline.at(started_at + self._arrivals[0].at, self._arrive, started_at, 0)
             first_at, last_at = started_at + self._arrivals[0].at, started_at + self._arrivals[-1].at
@@ -90,10 +83,10 @@ class World:
         ended_at = timeline.now
         setup = self.setup
         delays_s = setup.event_delay_s + (setup.announce_delay_s or 0.0) + (setup.predict_delay_s or 0.0)
-        timeline.run_until(ended_at + SETTLE_S + delays_s)
+        timeline.run_until(ended_at + SETTLE_S + delays_s + (LOST_AFTER_S if setup.failures else 0.0))
         return Result(
             served=self.served,
-            workers=[self._totals(worker) for worker in self.workers],
+            workers=[self._totals(name) for name in self.lives.of],
             leftovers=self._leftovers(),
             ended_at=ended_at - started_at,
             dumps_asked=self.wires.dumps_asked,
@@ -102,10 +95,10 @@ class World:
         )
 
     def queue_ms(self, worker: str) -> float:
-        return self._by_name[worker].true_queue_ms()
+        return self.lives.of[worker][-1].true_queue_ms()
 
-    def cached_tokens(self, worker: str, keys: list[int], prompt_tokens: int) -> int:
-        return self._by_name[worker].true_cached_tokens(keys, prompt_tokens)
+    def cached_tokens(self, worker: str, arrival: Arrival) -> int:
+        return self.lives.of[worker][-1].true_cached_tokens(arrival)
 
     def _arrive(self, started_at: float, number: int) -> None:
         arrival = self._arrivals[number]
@@ -119,10 +112,11 @@ class World:
             router=router.name,
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
+            revision=self.lives.revision if self.setup.upgrade is not None else 0,
         )
         self.served.append(served)
         self._by_id[request_id] = served
-        router.serve(request_id, arrival)
+        router.serve(request_id, arrival, served.revision)
         if arrival.cancel_after_s is not None:
             self.timeline.after(arrival.cancel_after_s, self.wires.cancel, arrival.tenant, request_id)
         if number + 1 < len(self._arrivals):
@@ -147,7 +141,28 @@ class World:
 
     def _answered(self, request_id: str, error: PrefixbusError) -> None:
         """A router ended a request."""
-        self._close(request_id, "cancelled" if error.code == "cancelled" else "shed", error.code)
+        status = {"cancelled": "cancelled", "worker_lost": "error"}.get(error.code, "shed")
+        self._close(request_id, status, error.code)
+
+    def _begin(self, name: str, incarnation: int, revision: int) -> Worker:
+        return Worker(
+            name,
+            self.timeline,
+            self.wires,
+            self.setup,
+            self._block_size,
+            self._ended,
+            incarnation,
+            revision,
+            self._pool,
+        )
+
+    def _broken(self, request: Request) -> None:
+        """Its client has a first token, and waits for the next."""
+        served = self._by_id[request.request_id]
+        if request.scheduled_ms is not None and request.first_token_ms is not None:
+            served.queue_ms = request.scheduled_ms - served.at * 1000
+            served.ttft_ms = request.first_token_ms - served.at * 1000
 
     def _close(self, request_id: str, status: str, error: str) -> Served:
         served = self._by_id[request_id]
@@ -159,6 +174,7 @@ class World:
         return served
 
     def _tick(self) -> None:
+        self.lives.tick()
         for router in self.routers:
             router.tick()
         now = self.timeline.now
@@ -170,7 +186,7 @@ class World:
         self.timeline.after(TICK_S, self._tick)
 
     def _sample(self) -> None:
-        pools = [worker.core.pool for worker in self.workers]
+        pools = [worker.core.pool for worker in self.lives.last]
         capacity = sum(pool.capacity for pool in pools)
         held_by_any = set[int]().union(*(pool.keys() for pool in pools))
         self._samples.append(
@@ -184,21 +200,23 @@ class World:
         if self._watch is not None:
             self._watch(len(self.served) / len(self._arrivals))
 
-    def _totals(self, worker: Worker) -> WorkerTotals:
-        mine = [one for one in self.served if one.worker == worker.name]
-        totals = worker.core.totals
+    def _totals(self, name: str) -> WorkerTotals:
+        """Of all its lives."""
+        mine = [one for one in self.served if one.worker == name]
+        lives = self.lives.of[name]
+        totals = [life.core.totals for life in lives]
         return WorkerTotals(
-            worker=worker.name,
+            worker=name,
             requests=len(mine),
             prompt_tokens=sum(one.prompt_tokens for one in mine),
-            computed_tokens=totals.computed_tokens,
-            busy_ms=totals.busy_ms,
-            refused=worker.refused_count,
-            given_back=worker.given_back_count,
-            preemptions=totals.preemptions,
-            orders_done=worker.warming.done_count,
-            orders_given_up=worker.warming.given_up_count,
-            wrong_hits=totals.wrong_hits,
+            computed_tokens=sum(one.computed_tokens for one in totals),
+            busy_ms=sum(one.busy_ms for one in totals),
+            refused=sum(life.refused_count for life in lives),
+            given_back=sum(life.given_back_count for life in lives),
+            preemptions=sum(one.preemptions for one in totals),
+            orders_done=sum(life.warming.done_count for life in lives),
+            orders_given_up=sum(life.warming.given_up_count for life in lives),
+            wrong_hits=sum(one.wrong_hits for one in totals),
         )
 
     def _leftovers(self) -> list[str]:
@@ -206,8 +224,9 @@ class World:
         left += [f"{router.name}: {request_id} in hand" for router in self.routers for request_id in router.in_hand]
         if len(self.directory.predictions):
             left.append(f"directory: {self.directory.predictions!r}")
-        left += [f"{worker.name}: {worker.admission!r}" for worker in self.workers if worker.admission.busy]
-        left += [f"{worker.name}: an order" for worker in self.workers if worker.warming.request is not None]
+        living = [worker for worker in self.lives.last if not worker.is_silent]
+        left += [f"{worker.name}: {worker.admission!r}" for worker in living if worker.admission.busy]
+        left += [f"{worker.name}: an order" for worker in living if worker.warming.request is not None]
         return left
 
 

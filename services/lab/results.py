@@ -11,7 +11,8 @@ import msgspec
 class Served(msgspec.Struct, kw_only=True):
     """One request. `queue_ms`: from its arrival to the engine's first step for it; None where it never got so far.
 
-    `status`: ok, error, cancelled, or shed (the router ended it)."""
+    `status`: ok, error, cancelled, or shed (the router ended it). `worker_lost`, too, is a router's word: its
+    worker fell silent after the first token, or the last of several did before."""
 
     request_id: str
     at: float
@@ -31,6 +32,8 @@ class Served(msgspec.Struct, kw_only=True):
     e2e_ms: float | None = None
     status: str = ""
     error: str = ""
+    # Of the model, that it was asked of.
+    revision: int = 0
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):

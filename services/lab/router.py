@@ -1,7 +1,8 @@
 """A router in virtual time: the production decision, attempts and books, between messages that take a while.
 
-Owns: one router's view and its requests in hand; what router/dispatching.py does live, without timers: in the lab no
-dispatch and no answer is lost.   Must not know: engines, other routers.
+Owns: one router's view and its requests in hand; what router/dispatching.py does live. In the lab workers fail, but
+what is said by one that lives is never lost, and requests have no deadline: what only those need is not here.
+Must not know: engines, other routers.
 Units: seconds; wall time and monotonic time are one here."""
 
 import itertools
@@ -11,13 +12,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..bus.errors import Overloaded, PrefixbusError
+from ..bus.errors import NoWorkers, Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
 from ..router import policy
 from ..router.attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, pause_s
 from ..router.books import Books
 from ..router.cost import PROFILES
-from ..router.fleet import Available, Fleet
+from ..router.fleet import Available, Fleet, Lost
 from ..router.holdings import corrected
 from ..router.learning import Learner
 from ..router.policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
@@ -25,10 +26,11 @@ from ..router.shortlist import Shortlist, shortlist
 from . import rules
 from .inflight import InFlight
 from .rules import Rule, Sight, Truth
-from .setup import INCARNATION, MODEL, SERVES, Setup
+from .setup import MODEL, Setup, serves
 from .timeline import Timeline
-from .wires import Wires
-from .workload import Arrival, ns_of
+from .wires import Wires, Withdrawn
+from .worker import STARTED
+from .workload import Arrival, keys_under, ns_of
 
 # As in router/dispatching.py and the config's defaults.
 ANNOUNCED_S = 10.0
@@ -62,13 +64,17 @@ class Router:
     def __repr__(self) -> str:
         return f"<Router {self.name} in hand={len(self.in_hand)} {self.fleet!r}>"
 
-    def serve(self, request_id: str, arrival: Arrival) -> None:
-        self.in_hand[request_id] = request = _Request(self, request_id, arrival)
+    def serve(self, request_id: str, arrival: Arrival, revision: int = 0) -> None:
+        """`arrival` is keyed for revision 0."""
+        if revision:
+            arrival = msgspec.structs.replace(arrival, keys=keys_under(revision, arrival.keys))
+        self.in_hand[request_id] = request = _Request(self, request_id, arrival, revision)
         self.wires.look_up(Lookup(VERSION, request.route.ns_id, arrival.keys), request.looked_up)
 
     def decide(
         self,
         route: Route,
+        arrival: Arrival,
         available: list[Available],
         holdings: Holdings,
         shared_blocks: int,
@@ -92,18 +98,18 @@ class Router:
         )
         if self.rule is None:
             return policy.decide(short.shape, short.candidates, weights, now)
-        return self._by_rule(self.rule, route, short, now)
+        return self._by_rule(self.rule, route, arrival, short, now)
 
-    def _by_rule(self, rule: Rule, route: Route, short: Shortlist, now: float) -> Decision:
+    def _by_rule(self, rule: Rule, route: Route, arrival: Arrival, short: Shortlist, now: float) -> Decision:
         """A decision that stands whatever the worker's true queue is."""
         shape = short.shape
         candidates = sorted(short.candidates, key=lambda one: one.worker)
         keys = memoryview(route.keys).cast("Q").tolist()
         if rules.cache_of(self.setup.policy) is not rules.Cache.OWN:
             # The directory says who computed what, and all have it.
-            cached_tokens = self._truth.cached_tokens(candidates[0].worker, keys, shape.prompt_tokens)
+            cached_tokens = self._truth.cached_tokens(candidates[0].worker, arrival)
             candidates = [msgspec.structs.replace(one, cached_tokens=cached_tokens) for one in candidates]
-        chosen = rule.choose(Sight(shape, keys, candidates, self.in_flight, now, self._truth))
+        chosen = rule.choose(Sight(shape, arrival, keys, candidates, self.in_flight, now, self._truth))
         ranking = [policy.price(shape, one, Policy()) for one in candidates]
         ranking.sort(key=lambda terms: terms.candidate.worker != chosen)
         first = ranking[0]
@@ -133,7 +139,9 @@ class Router:
     # --- what is heard ---
 
     def hear_load(self, load: Load) -> None:
-        self.fleet.heard(load, self.timeline.now)
+        lost = self.fleet.heard(load, self.timeline.now)
+        if lost is not None:
+            self._lost(lost)
 
     def hear_accept(self, accept: Accept) -> None:
         request = self.in_hand.get(accept.request_id)
@@ -168,22 +176,31 @@ class Router:
 
     def tick(self) -> None:
         """Call it several times a second."""
-        self.fleet.sweep(self.timeline.now)
+        for lost in self.fleet.sweep(self.timeline.now):
+            self._lost(lost)
+        for request in list(self.in_hand.values()):
+            if request.attempts.waits_until is not None:
+                request.look_around()
+
+    def _lost(self, lost: Lost) -> None:
+        for request in list(self.in_hand.values()):
+            if request.attempts.worker == lost.worker:
+                request.perform(request.attempts.lost(lost.worker, lost.incarnation))
 
 
 class _Request:
     """A request in hand."""
 
-    def __init__(self, router: Router, request_id: str, arrival: Arrival) -> None:
-        self.attempts = Attempts(router.setup.max_attempts)
+    def __init__(self, router: Router, request_id: str, arrival: Arrival, revision: int) -> None:
+        self.attempts = Attempts(router.setup.max_attempts, patience_s=LOST_AFTER_S)
         self.route = Route(
             v=VERSION,
             request_id=request_id,
             client_request_id=request_id,
             tenant=arrival.tenant,
             model=MODEL,
-            serves=SERVES,
-            ns_id=ns_of(arrival.tenant),
+            serves=serves(revision),
+            ns_id=ns_of(arrival.tenant, revision),
             keys=arrival.keys,
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
@@ -199,6 +216,9 @@ class _Request:
         self._asked_at = router.timeline.now
         self._told: dict[str, int] = {}
         self._decision: Decision | None = None
+        self._stale: Accept | None = None
+        # The wait for an answer that is under way; an earlier one's end says nothing.
+        self._silence = 0
 
     def looked_up(self, holdings: Holdings) -> None:
         if self.attempts.ended:
@@ -208,12 +228,28 @@ class _Request:
         self.perform((Effect.CHOOSE,))
 
     def hear_accept(self, accept: Accept) -> None:
-        if accept.refused:
+        foreign = self.attempts.of_another_life(accept.attempt, accept.worker, accept.incarnation)
+        if foreign is not None:
+            self.perform(foreign)
+            return
+        self._stale = accept
+        if accept.refused == STARTED:
+            self.perform(self.attempts.started(accept.attempt))
+        elif accept.refused:
             if accept.refused == STALE_HIT:
                 self._told[accept.worker] = accept.held_blocks
             self.perform(self.attempts.refused(accept.attempt, accept.refused))
         else:
             self.perform(self.attempts.accepted(accept.attempt))
+
+    def hear_withdrawn(self, withdrawn: Withdrawn) -> None:
+        attempt = withdrawn.attempt
+        if not withdrawn.stage:
+            foreign = self.attempts.of_another_life(attempt, withdrawn.worker, withdrawn.incarnation)
+            if foreign is not None:
+                self.perform(foreign)
+                return
+        self.perform(self.attempts.withdrawn(attempt, withdrawn.stage))
 
     def perform(self, effects: Effects) -> None:
         router = self._router
@@ -225,31 +261,77 @@ class _Request:
                 case Effect.PAUSE:
                     seconds = pause_s(self.route.request_id, self.attempts.attempt)
                     router.timeline.after(seconds, self._resume)
+                case Effect.WAIT:
+                    self._wait()
                 case Effect.SEND:
                     self._send()
+                case Effect.WITHDRAW:
+                    self._stop_and_ask({self.attempts.attempt: self.attempts.worker})
+                case Effect.ASK:
+                    self._stop_and_ask(self.attempts.doubtful)
+                case Effect.CLAIM:
+                    router.wires.claim(self.route.request_id, self._claimed)
                 case Effect.TAKE_BACK:
                     router.books.taken_back(self.route.request_id, self.attempts.attempt, router.timeline.now)
                     self._announce("", 0.0, b"")
                 case Effect.RELEASE:
                     router.fleet.settle(self.route.request_id, self.attempts.attempt, router.timeline.now)
                 case Effect.ANSWER:
+                    router.in_flight.ended(self.route.request_id)
                     router.on_answer(self.route.request_id, self.attempts.error or PrefixbusError())
                 case Effect.ABORT_STALE:
-                    pass
-                case effect:
-                    raise AssertionError(f"unreachable in the lab: {effect}")
+                    if self._stale is not None:
+                        router.wires.abort(self._stale.worker, self.route.request_id, self._stale.attempt)
+                case Effect.ABORT:
+                    router.wires.abort(self.attempts.worker, self.route.request_id, self.attempts.attempt)
+                case Effect.SEND_AGAIN as effect:
+                    raise AssertionError(f"unreachable in the lab, where nobody is told that nobody listens: {effect}")
         if self.attempts.ended:
             router.in_hand.pop(self.route.request_id, None)
 
     def _resume(self) -> None:
         self.perform(self.attempts.resume())
 
+    def _wait(self) -> None:
+        """The router looks around; past the bound the request does so itself."""
+        timeline, waits_until = self._router.timeline, self.attempts.waits_until
+        assert waits_until is not None
+        timeline.at(max(timeline.now, waits_until) + 0.01, self._look)
+
+    def _look(self) -> None:
+        self.perform(self.attempts.look())
+
+    def look_around(self) -> None:
+        """Once a late worker is back, or none is to be waited for, it chooses anew."""
+        survey = self._router.fleet.survey(MODEL, self.route.serves, self._router.timeline.now)
+        if survey.available or not survey.late:
+            self._look()
+
+    def _stop_and_ask(self, workers: dict[int, str]) -> None:
+        """By attempt."""
+        self._wait_for_answer()
+        for attempt, worker in workers.items():
+            self._router.wires.abort(worker, self.route.request_id, attempt, self.hear_withdrawn)
+
+    def _claimed(self, is_ours: bool) -> None:
+        self.perform(self.attempts.claimed(is_ours))
+
+    def _wait_for_answer(self) -> None:
+        self._silence += 1
+        self._router.timeline.after(ACCEPT_S, self._is_silent, self._silence, self.attempts.attempt)
+
+    def _is_silent(self, silence: int, attempt: int) -> None:
+        if silence == self._silence and not self.attempts.ended:
+            self.perform(self.attempts.silent(attempt))
+
     def _choose(self) -> Effects:
         router, attempts = self._router, self.attempts
-        survey = router.fleet.survey(MODEL, SERVES, router.timeline.now)
+        survey = router.fleet.survey(MODEL, self.route.serves, router.timeline.now)
         available = [one for one in survey.available if (one.name, one.worker.incarnation) not in attempts.avoid]
         if not available:
-            return attempts.nobody(Overloaded())
+            why = Overloaded() if survey.available or "busy" in survey.excluded.values() else NoWorkers()
+            is_one_late = any(life not in attempts.avoid for life in survey.late)
+            return attempts.nobody_now(why, router.timeline.now) if is_one_late else attempts.nobody(why)
         holdings = self._holdings
         if router.setup.predict_delay_s is not None:
             now = router.timeline.now
@@ -257,9 +339,10 @@ class _Request:
         for worker, depth in self._told.items():
             holdings = corrected(holdings, worker, depth)
         self._decision = decision = router.decide(
-            self.route, available, holdings, self._shared_blocks, has_waited=attempts.has_waited
+            self.route, self._arrival, available, holdings, self._shared_blocks, has_waited=attempts.has_waited
         )
-        return attempts.decided(decision.worker, INCARNATION)
+        chosen = next(one.worker for one in available if one.name == decision.worker)
+        return attempts.decided(decision.worker, chosen.incarnation)
 
     def _send(self) -> None:
         router, route, attempts, decision = self._router, self.route, self.attempts, self._decision
@@ -269,7 +352,7 @@ class _Request:
             route.request_id,
             attempts.attempt,
             attempts.worker,
-            INCARNATION,
+            attempts.incarnation,
             decision.work_ms,
             route.ns_id,
             route.keys,
@@ -281,7 +364,7 @@ class _Request:
             v=VERSION,
             request_id=route.request_id,
             attempt=attempts.attempt,
-            incarnation=INCARNATION,
+            incarnation=attempts.incarnation,
             max_queue_ms=decision.max_queue_ms if is_bounded else NO_LIMIT_MS,
             accept_by_at=now + ACCEPT_S,
             prefill_ms=decision.work_ms,
@@ -293,6 +376,7 @@ class _Request:
             max_wait_ms=decision.max_wait_ms if router.setup.bounded_start and not attempts.is_last else 0.0,
             min_held_blocks=decision.min_held_blocks if is_bounded else 0,
         )
+        self._wait_for_answer()
         router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept)
         believed_s = 2 * decision.ranking[0].ttft_ms / 1000 + ANNOUNCED_S
         self._announce(attempts.worker, now + believed_s, route.keys)
@@ -309,7 +393,7 @@ class _Request:
             attempt=self.attempts.attempt,
             router=self._router.name,
             worker=worker,
-            incarnation=INCARNATION,
+            incarnation=self.attempts.incarnation,
             prefill_ms=self._decision.work_ms if self._decision else 0.0,
             ns_id=self.route.ns_id,
             keys=keys,

@@ -21,6 +21,7 @@ from ..router import cost
 from ..router.policy import Candidate, RequestShape
 from .chance import Chance
 from .inflight import InFlight
+from .workload import Arrival
 
 _hash = xxhash.xxh3_64_intdigest
 
@@ -32,16 +33,17 @@ _DECODE_BATCH = 16
 
 
 class Truth(Protocol):
-    """What nobody can know: workers as they are in this instant."""
+    """What nobody can know: workers as they are in this instant, with what is on its way to them."""
 
     def queue_ms(self, worker: str) -> float: ...
-    def cached_tokens(self, worker: str, keys: list[int], prompt_tokens: int) -> int: ...
+    def cached_tokens(self, worker: str, arrival: Arrival) -> int: ...
 
 
 class Sight(NamedTuple):
     """What a rule may look at. `candidates` are all workers, by name; `keys` those of the prompt's full blocks."""
 
     request: RequestShape
+    arrival: Arrival
     keys: list[int]
     candidates: list[Candidate]
     in_flight: InFlight
@@ -239,7 +241,7 @@ class _Oracle:
         request, truth = sight.request, sight.truth
 
         def ttft_ms(one: Candidate) -> tuple[float, str]:
-            cached = truth.cached_tokens(one.worker, sight.keys, request.prompt_tokens)
+            cached = truth.cached_tokens(one.worker, sight.arrival)
             uncached = max(1, request.prompt_tokens - cached)
             return truth.queue_ms(one.worker) + cost.prefill_ms(one.model, uncached, request.prompt_tokens), one.worker
 

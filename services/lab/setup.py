@@ -12,12 +12,32 @@ from ..router.cost import PrefillModel
 from ..router.policy import Policy
 from .rules import MakeRule
 
-# Each worker has one life, and all serve one model.
-INCARNATION = 1
 MODEL = "lab"
-SERVES = "lab"
 
 _Seconds = Annotated[float, Meta(ge=0)]
+
+
+def serves(revision: int) -> str:
+    """What workers say they serve, by the model's revision; a run begins with 0."""
+    return f"{MODEL}-{revision}"
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A worker falls silent, with all that it has in hand and all that it holds. `back_after_s` later it begins a new
+    life; None: never. One that is silent already does not fail again."""
+
+    at: _Seconds
+    worker: str
+    back_after_s: _Seconds | None = None
+
+
+class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
+    """From `at` on the next worker, by name, is taken out every `gap_s`: it takes nothing new, ends what it has in hand
+    (live for DRAIN_S at most), and is back `away_s` after that with the next revision of the model."""
+
+    at: _Seconds
+    gap_s: _Seconds = 30.0
+    away_s: _Seconds = 10.0
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,4 +83,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     warm_step_tokens: int = 1024
     # (seconds, worker): all of its cache goes then, as at a restart; what it has in hand is computed again.
     resets: tuple[tuple[float, str], ...] = ()
+    failures: tuple[Failure, ...] = ()
+    # Of all workers to the next revision of the model, one after the other. Requests are of the revision that most
+    # workers serve that take any, of two equals the newer: a deployment moves its tokenizers half-way.
+    upgrade: Upgrade | None = None
     seed: int = 0

@@ -41,3 +41,32 @@ class Timeline:
 
     def __repr__(self) -> str:
         return f"<Timeline {self.now:.3f} s, {len(self._due)} due>"
+
+
+class Life:
+    """The timeline to one that may fail: what it is waiting for when it does never happens."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.is_over = False
+        self._timeline = timeline
+
+    @property
+    def now(self) -> float:
+        return self._timeline.now
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        """:raises ValueError: that is past."""
+        self._timeline.at(when, self._happens, call, args)
+
+    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self._timeline.after(seconds, self._happens, call, args)
+
+    def end(self) -> None:
+        self.is_over = True
+
+    def _happens(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self.is_over:
+            call(*args)
+
+    def __repr__(self) -> str:
+        return f"<Life {'over' if self.is_over else 'goes on'} {self._timeline!r}>"

@@ -10,7 +10,7 @@ from ..engine_sim.core import EngineCore
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
 from ..worker_bridge.admission import Admission
-from .setup import INCARNATION, MODEL, Setup
+from .setup import MODEL, Setup
 from .wires import Prefix, Wires
 
 
@@ -18,6 +18,7 @@ class Host(Protocol):
     """The worker that computes it."""
 
     name: str
+    incarnation: int
     core: EngineCore
     admission: Admission
 
@@ -72,7 +73,7 @@ class Warming:
             attempt=1,
             router="",
             worker=worker.name,
-            incarnation=INCARNATION,
+            incarnation=worker.incarnation,
             prefill_ms=0.0,
             ns_id=order.ns_id,
             keys=prefix.keys,
@@ -124,7 +125,7 @@ class Warming:
             client_request_id="",
             attempt=1,
             worker=worker.name,
-            incarnation=INCARNATION,
+            incarnation=worker.incarnation,
             tenant=self._tenant,
             model=MODEL,
             ns_id=self._ns_id.hex(),

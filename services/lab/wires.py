@@ -36,9 +36,21 @@ class RouterEnd(Protocol):
     def hear_first_token(self, request_id: str) -> None: ...
 
 
+class Withdrawn(NamedTuple):
+    """A worker's answer to an abort, as `ControlReply` is: how far the attempt was."""
+
+    worker: str
+    incarnation: int
+    attempt: int
+    stage: str
+
+
 class WorkerEnd(Protocol):
+    incarnation: int
+
     def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None: ...
     def hear_cancel(self, tenant: str, request_id: str) -> None: ...
+    def hear_abort(self, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None) -> None: ...
     def hear_dump_request(self) -> None: ...
     def hear_order(self, order: WarmOrder, prefix: "Prefix") -> None: ...
 
@@ -51,7 +63,9 @@ class Prefix(NamedTuple):
 
 
 class Wires:
-    """Connect the ends, then send. A message reaches all its listeners at the same instant."""
+    """Connect the ends, then send. A message reaches all its listeners at the same instant.
+
+    `workers` are those that listen; what is sent to another is heard by nobody, and nobody is told so."""
 
     def __init__(self, timeline: Timeline, setup: Setup, directory: Shard) -> None:
         self.routers: list[RouterEnd] = []
@@ -59,8 +73,12 @@ class Wires:
         self.directory = directory
         self.lost_events = 0
         self.dumps_asked = 0
+        # Dispatches that have not arrived, by request id: the worker, and what is asked.
+        self.on_the_way: dict[str, tuple[str, Arrival]] = {}
         # What routers remember of prefixes, all together.
         self._prefixes: dict[tuple[bytes, int], Prefix] = {}
+        # Requests whose answers have begun: a worker claims one just before.
+        self._begun: set[str] = set()
         self._timeline = timeline
         self._setup = setup
         self._chance = Chance(setup.seed, "events")
@@ -72,7 +90,26 @@ class Wires:
         self._timeline.after(self._setup.hop_s, self._look_up, asked, reply)
 
     def dispatch(self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
-        self._timeline.after(self._setup.hop_s, self.workers[worker].hear_dispatch, dispatch, arrival, reply)
+        self.on_the_way[dispatch.request_id] = worker, arrival
+        self._timeline.after(self._setup.hop_s, self._dispatch, worker, dispatch, arrival, reply)
+
+    def abort(
+        self, worker: str, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None = None
+    ) -> None:
+        self._timeline.after(self._setup.hop_s, self._abort, worker, request_id, attempt, reply)
+
+    def withdrawn(self, withdrawn: Withdrawn, reply: Callable[[Withdrawn], None]) -> None:
+        self._timeline.after(self._setup.hop_s, reply, withdrawn)
+
+    def begin(self, request_id: str) -> None:
+        """An attempt answers from here on: live it claims the request. :raises AssertionError: another one has."""
+        if request_id in self._begun:
+            raise AssertionError(f"{request_id} is answered twice")
+        self._begun.add(request_id)
+
+    def claim(self, request_id: str, reply: Callable[[bool], None]) -> None:
+        """A router asks whether it may end a request of which an attempt may be running."""
+        self._timeline.after(2 * self._setup.hop_s, self._claim, request_id, reply)
 
     def accept(self, accept: Accept, reply: Callable[[Accept], None]) -> None:
         self._timeline.after(self._setup.hop_s, reply, accept)
@@ -94,7 +131,7 @@ class Wires:
         """From the directory by way of a router."""
         for order in orders:
             prefix = self._prefixes[order.ns_id, order.key]
-            self._timeline.after(2 * self._setup.hop_s, self.workers[order.worker].hear_order, order, prefix)
+            self._timeline.after(2 * self._setup.hop_s, self._order, order, prefix)
 
     def order_taken(self, announced: Dispatched) -> None:
         self._timeline.after(2 * self._setup.hop_s, self._predict, announced)
@@ -127,7 +164,32 @@ class Wires:
         for effect in effects:
             if isinstance(effect, AskDump):
                 self.dumps_asked += 1
-                self._timeline.after(self._setup.hop_s, self.workers[effect.worker].hear_dump_request)
+                self._timeline.after(self._setup.hop_s, self._ask_dump, effect)
+
+    def _dispatch(self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
+        del self.on_the_way[dispatch.request_id]
+        end = self.workers.get(worker)
+        if end is not None:
+            end.hear_dispatch(dispatch, arrival, reply)
+
+    def _abort(self, worker: str, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None) -> None:
+        end = self.workers.get(worker)
+        if end is not None:
+            end.hear_abort(request_id, attempt, reply)
+
+    def _claim(self, request_id: str, reply: Callable[[bool], None]) -> None:
+        reply(request_id not in self._begun)
+
+    def _order(self, order: WarmOrder, prefix: Prefix) -> None:
+        """Meant for another life, it is refused."""
+        end = self.workers.get(order.worker)
+        if end is not None and end.incarnation == order.incarnation:
+            end.hear_order(order, prefix)
+
+    def _ask_dump(self, asked: AskDump) -> None:
+        end = self.workers.get(asked.worker)
+        if end is not None and end.incarnation == asked.incarnation:
+            end.hear_dump_request()
 
     def _look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
         self._timeline.after(self._setup.hop_s, reply, self.directory.lookup(asked, self._timeline.now))

@@ -29,12 +29,15 @@ from ..engine_sim.pool import BlockPool
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
-from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Ticket, charged_ms
-from .setup import INCARNATION, MODEL, SERVES, Setup
-from .timeline import Timeline
+from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Phase, Ticket, charged_ms
+from .setup import MODEL, Setup, serves
+from .timeline import Life, Timeline
 from .warming import Warming
-from .wires import Prefix, Wires
+from .wires import Prefix, Wires, Withdrawn
 from .workload import Arrival, ns_of
+
+# `Accept.refused` of the notice that an answer begins, as live (worker_bridge/stream.py).
+STARTED = "started"
 
 
 class _Running:
@@ -66,12 +69,16 @@ class Worker:
         setup: Setup,
         block_size: int,
         on_end: Callable[[Outcome, Request], None],
+        incarnation: int = 1,
+        revision: int = 0,
         pool: BlockPool | None = None,
     ) -> None:
-        """`on_end` sees each outcome at its instant, with the engine's request. `pool`: memory that all engines have
-        together."""
+        """One life of a worker, under one revision of the model. `on_end` sees each outcome at its instant, with the
+        engine's request. `pool`: memory that all engines have together."""
         blocks = setup.kv_tokens_of.get(name, setup.kv_tokens) // block_size
         self.name = name
+        self.incarnation = incarnation
+        self.revision = revision
         self.core = EngineCore(
             PRESETS[setup.profile],
             block_size=block_size,
@@ -81,10 +88,10 @@ class Worker:
         )
         reserved_slots = int(setup.slots * setup.cold_reserve)
         self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
-        self.admission.incarnation = INCARNATION
+        self.admission.incarnation = incarnation
         self.refused_count = 0
         self.given_back_count = 0
-        self._timeline = timeline
+        self._timeline = Life(timeline)
         self._wires = wires
         self._setup = setup
         self._block_size = block_size
@@ -108,27 +115,62 @@ class Worker:
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.core!r}>"
 
+    # --- its life ---
+
+    def drain(self) -> None:
+        """Nothing new from here on; what is in hand may end."""
+        self.admission.draining = True
+        self._load_changed()
+
+    def die(self) -> None:
+        """Silence, from this instant."""
+        self._timeline.end()
+
+    @property
+    def is_silent(self) -> bool:
+        return self._timeline.is_over
+
+    def answering(self) -> list[Request]:
+        """Those in hand whose answers have begun."""
+        return [one.request for one in self._running.values() if one.ticket.phase is Phase.STREAMING]
+
     # --- as it is in this instant, which nobody can know ---
 
     def true_queue_ms(self) -> float:
-        """All prefill that was sent here and is not computed yet; a step under way counts as computed."""
+        """All prefill that was sent here and is not computed yet; a step under way counts as computed, and what
+        several of them share is computed once."""
         core = self.core
         total_ms, left_tokens = 0.0, 0
-        for running in self._running.values():
-            request = running.request
-            if request.first_token_ms is not None:
-                continue
-            length, done = request.prompt_tokens, request.computed
-            if request not in core.running:
-                done = self._block_size * self._held_blocks(request.sequence.keys, length)
+        ahead: list[bytes] = []
+        for arrival, request in self._unanswered():
+            length = arrival.prompt_tokens
+            if request is not None and request in core.running:
+                done = request.computed
+            else:
+                done = self._found_by_then(arrival, ahead)
+            ahead.append(arrival.keys)
             tokens = max(0, length - done)
             left_tokens += tokens
             total_ms += core.profile.chunk_ms(tokens, length)
         steps = -(-left_tokens // core.profile.step_tokens)
         return total_ms + steps * (core.profile.step_ms + core.profile.prefill_step_ms)
 
-    def true_cached_tokens(self, keys: list[int], prompt_tokens: int) -> int:
-        return self._block_size * self._held_blocks(keys, prompt_tokens)
+    def true_cached_tokens(self, arrival: Arrival) -> int:
+        """What it will find here when all that is ahead of it has been computed."""
+        return self._found_by_then(arrival, [one.keys for one, _ in self._unanswered()])
+
+    def _unanswered(self) -> list[tuple[Arrival, Request | None]]:
+        """All that has no first token yet, with what the engine or the bridge has of it."""
+        here: list[tuple[Arrival, Request | None]] = [
+            (one.arrival, one.request) for one in self._running.values() if one.request.first_token_ms is None
+        ]
+        return here + [(arrival, None) for worker, arrival in self._wires.on_the_way.values() if worker == self.name]
+
+    def _found_by_then(self, arrival: Arrival, ahead: list[bytes]) -> int:
+        keys = memoryview(arrival.keys).cast("Q").tolist()
+        held = self._held_blocks(keys, arrival.prompt_tokens)
+        reusable = arrival.keys[: 8 * reusable_blocks(arrival.prompt_tokens, self._block_size)]
+        return self._block_size * deepest_common(reusable, ahead, held)
 
     # --- what is heard ---
 
@@ -161,6 +203,8 @@ class Worker:
             expected_blocks=expected_blocks,
         )
         verdict = self.admission.offer(offer, now, now)
+        if not verdict.refused and dispatch.ns_id != ns_of(arrival.tenant, self.revision):
+            raise AssertionError(f"{self!r} of revision {self.revision} was sent {dispatch.request_id} of another")
         self._answer(dispatch, reply, verdict.refused, verdict.queue_ms, verdict.held_blocks)
         ticket = verdict.start
         if ticket is None:
@@ -205,8 +249,14 @@ class Worker:
         self, dispatch: Dispatch, reply: Callable[[Accept], None], refused: str, queue_ms: float, held_blocks: int
     ) -> None:
         request_id, attempt = dispatch.request_id, dispatch.attempt
-        accept = Accept(VERSION, request_id, attempt, self.name, INCARNATION, refused, queue_ms, held_blocks)
+        accept = Accept(VERSION, request_id, attempt, self.name, self.incarnation, refused, queue_ms, held_blocks)
         self._wires.accept(accept, reply)
+
+    def _begin_answer(self, running: _Running) -> None:
+        dispatch = running.dispatch
+        self._wires.begin(dispatch.request_id)
+        self._answer(dispatch, running.reply, STARTED, 0.0, running.ticket.held_blocks)
+        self._wires.first_token(dispatch.request_id)
 
     def _patience_ends(self, running: _Running) -> None:
         """If its turn with the engine has not come by now, it is given back."""
@@ -249,6 +299,15 @@ class Worker:
             self._interrupt()
             self._submit(running)
 
+    def hear_abort(self, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None) -> None:
+        """Nothing that a living worker says gets lost, so nobody has a reason to stop what one has in hand."""
+        if self.admission.stop_attempt(request_id, attempt, self._timeline.now) is not None:
+            raise AssertionError(f"{self!r} is to stop {request_id}/{attempt}")
+        left = self.admission.how_left(request_id, attempt)
+        if reply is not None:
+            withdrawn = Withdrawn(self.name, self.incarnation, attempt, left.value if left is not None else "")
+            self._wires.withdrawn(withdrawn, reply)
+
     def hear_order(self, order: WarmOrder, prefix: Prefix) -> None:
         self.warming.offer(order, prefix)
 
@@ -260,7 +319,7 @@ class Worker:
             raise AssertionError(f"{self!r} holds blocks")
         self._ns_ids.clear()
         self._event_seq += 1
-        self._wires.events(KvEvents(VERSION, self.name, INCARNATION, self._event_seq, [Cleared()]))
+        self._wires.events(KvEvents(VERSION, self.name, self.incarnation, self._event_seq, [Cleared()]))
         self.go_on()
 
     # --- orders: what the engine does for nobody ---
@@ -296,7 +355,7 @@ class Worker:
             runs.setdefault(ns_id, []).append(key)
         stored = [Stored(ns_id, 0, _packed(keys)) for ns_id, keys in runs.items()]
         self._dump_id += 1
-        dump = KvDump(VERSION, self.name, INCARNATION, self._event_seq, self._dump_id, 0, 1, stored)
+        dump = KvDump(VERSION, self.name, self.incarnation, self._event_seq, self._dump_id, 0, 1, stored)
         self._wires.events(dump)
 
     # --- load ---
@@ -311,11 +370,11 @@ class Worker:
         load = Load(
             v=VERSION,
             worker=self.name,
-            incarnation=INCARNATION,
+            incarnation=self.incarnation,
             report=self._report,
             event_seq=self._event_seq,
             model=MODEL,
-            serves=SERVES,
+            serves=serves(self.revision),
             queue_ms=admission.queue_ms(now),
             running=admission.running,
             waiting=admission.waiting,
@@ -323,7 +382,7 @@ class Worker:
             kv_usage=min(1.0, admission.prompt_tokens / self._kv_tokens),
             kv_tokens=self._kv_tokens,
             block_size=self._block_size,
-            draining=False,
+            draining=admission.draining,
             accepted=self._accepted,
             reserved_slots=admission.reserved_slots,
         )
@@ -389,7 +448,7 @@ class Worker:
             running = self._running.get(request.request_id)
             if running is not None:
                 self.admission.first_token(running.ticket, now)
-                self._wires.first_token(request.request_id)
+                self._begin_answer(running)
         for request in result.finished:
             running = self._running.get(request.request_id)
             if running is not None:
@@ -413,13 +472,13 @@ class Worker:
                     gone.setdefault(ns_id, []).append(key)
         ops += [Removed(ns_id, _packed(keys)) for ns_id, keys in gone.items()]
         for stored in result.stored:
-            ns_id = ns_of(stored.request.namespace.salt or "")
+            ns_id = ns_of(stored.request.namespace.salt or "", self.revision)
             for key in stored.keys:
                 ns_ids[key] = ns_id
             ops.append(Stored(ns_id, stored.parent or 0, _packed(stored.keys)))
         if ops:
             self._event_seq += 1
-            self._wires.events(KvEvents(VERSION, self.name, INCARNATION, self._event_seq, ops))
+            self._wires.events(KvEvents(VERSION, self.name, self.incarnation, self._event_seq, ops))
 
     # --- ends ---
 
@@ -442,7 +501,7 @@ class Worker:
             client_request_id=dispatch.request_id,
             attempt=dispatch.attempt,
             worker=self.name,
-            incarnation=INCARNATION,
+            incarnation=self.incarnation,
             tenant=arrival.tenant,
             model=MODEL,
             ns_id=dispatch.ns_id.hex(),

@@ -76,9 +76,18 @@ class Segment(NamedTuple):
 
 
 @functools.cache
-def ns_of(tenant: str) -> bytes:
-    """The namespace id of a tenant: 16 bytes."""
-    return xxhash.xxh3_128_digest(tenant.encode())
+def ns_of(tenant: str, revision: int = 0) -> bytes:
+    """The namespace id of a tenant under a revision of the model: 16 bytes."""
+    return xxhash.xxh3_128_digest(tenant.encode(), revision)
+
+
+def keys_under(revision: int, keys: bytes) -> bytes:
+    """The same blocks' keys under a revision, 0 being the one that arrivals are keyed for: as equal to one another as
+    before, and to none of another revision."""
+    if not revision:
+        return keys
+    mask = _hash(b"revision", revision).to_bytes(8, "little") * (len(keys) // 8)
+    return (int.from_bytes(keys, "little") ^ int.from_bytes(mask, "little")).to_bytes(len(keys), "little")
 
 
 def seed_of(tenant: str) -> int:
