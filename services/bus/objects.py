@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .connection import Bus
+from .connection import Bus, Stored
 from .errors import PrefixbusError
 
 # What NATS's own clients take.
@@ -71,7 +71,7 @@ class Objects:
             return None
         try:
             found = msgspec.json.decode(stored.data, type=Object)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
             raise ObjectDamaged(f"{name}: {exc}") from exc
         return None if found.deleted else Found(stored.seq, found)
 
@@ -95,8 +95,8 @@ class Objects:
         """Puts an object in the place of the one of this name.
 
         :raises WrongSequence: another writes it just now.   :raises BusUnavailable: not stored; the last one stays."""
-        before = await self.find(name)
-        taken = before.object.nuid if before is not None else ""
+        before = await self._bus.stored(self._stream, self._meta(name))
+        taken = _place_of(before)
         nuid = next(place for place in (f"{name}-{place}" for place in _PLACES) if place != taken)
         subject = self._chunks(nuid)
         last = await self._bus.stored(self._stream, subject)
@@ -134,6 +134,15 @@ class Objects:
 
     def _chunks(self, nuid: str) -> str:
         return f"$O.{self._bucket}.C.{nuid}"
+
+
+def _place_of(said: Stored | None) -> str:
+    """Where the chunks of the version are that is to be replaced; empty if it has none, or nobody can read where: then
+    nobody can read it either, and its room may be used."""
+    try:
+        return msgspec.json.decode(said.data, type=Object).nuid if said is not None else ""
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
 
 
 def _named(digest: bytes) -> str:

@@ -16,9 +16,11 @@ Owns: the form.   Must not know: where the bytes are kept, clocks, when it is ti
 Source: DESIGN 5 (Snapshots)."""
 
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from ..bus.errors import PrefixbusError
 from ..bus.messages import GPU, HOST, Stored
@@ -49,7 +51,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
     shard: int
     shards: int
     stream: str
-    stream_seq: int
+    stream_seq: Annotated[int, Meta(ge=0)]
     taken_at: float
 
 

@@ -1,11 +1,15 @@
 """Which replica writes a shard's snapshot, and which snapshots are believed; on a real server."""
 
+import base64
+import json
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.nats import NatsServer
+from nats.js.client import JetStreamContext
+from support.nats import NatsServer, eventually
 
 from prefixbus.bus import messages, subjects
 from prefixbus.bus.clock import VirtualClock
@@ -197,3 +201,98 @@ async def test_what_is_said_of_a_snapshot_keeps_no_replica_from_writing_for_ever
     await replica.shelf.write_if_due()
 
     assert replica.value("snapshots_total") == 2
+
+
+META = "$O.DIRECTORY.M." + base64.urlsafe_b64encode(b"shard-0-of-1").decode()
+
+
+def said_of(**changes: Any) -> bytes:
+    """What a store says of an object, as if by somebody else."""
+    said = {
+        "name": "shard-0-of-1",
+        "bucket": "DIRECTORY",
+        "nuid": "shard-0-of-1-a",
+        "size": 1,
+        "chunks": 1,
+        "digest": "SHA-256=",
+        "metadata": {},
+    }
+    return json.dumps(said | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"{",
+        b"\xff" * 1000,
+        b"[1, 2]",
+        said_of(nuid=7),
+        said_of(nuid="elsewhere.>"),
+        said_of(nuid="x y"),
+        said_of(nuid=""),
+        said_of(nuid="*"),
+        said_of(chunks=-1),
+        said_of(chunks=1 << 62),
+        said_of(size=-1),
+        said_of(deleted=True),
+        said_of(metadata={"stream": "of another life"}),
+        said_of(metadata={"x": "y" * 100_000}),
+    ],
+    ids=lambda said: said[-40:].decode("ascii", "replace"),
+)
+async def test_a_store_that_says_nonsense_of_a_snapshot_is_done_without_and_written_anew(
+    world: World, said: bytes
+) -> None:
+    """What could not be read could not be replaced either: no snapshot was written until the bucket forgot it."""
+    replica = await world.replica("d1")
+    await world.event(replica)
+    await replica.shelf.write_if_due()
+    await replica.rt.bus.publish_acked(META, said, headers={"Nats-Rollup": "sub"})
+
+    assert await (await world.replica("d2")).load() is None
+    world.passes(2 * EVERY_S)
+    await replica.shelf.write_if_due()
+
+    assert await (await world.replica("d3")).load() == 1
+
+
+@pytest.mark.parametrize("stream_seq", [-1, -(1 << 40), 1 << 40, (1 << 64) - 1])
+async def test_a_snapshot_of_a_place_that_no_stream_has_is_not_believed(world: World, stream_seq: int) -> None:
+    replica = await world.replica("d1")
+    await world.event(replica)
+    replica.applied = stream_seq
+    await replica.shelf.write_if_due()
+
+    starter = await world.replica("d2")
+    assert await starter.load() is None
+    assert starter.value("snapshot_failures_total", of="read") == 1
+
+
+async def test_a_snapshot_that_is_gone_while_it_is_read_is_done_without(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks age out before what is said of it, or an operator clears the bucket."""
+    replica, starter = await world.replica("d1"), await world.replica("d2")
+    await world.event(replica)
+    await replica.shelf.write_if_due()
+    jetstream = (await world.server.bus("deploy")).jetstream
+    find = Objects.find
+
+    async def find_and_lose(self: Objects, name: str) -> Any:
+        found = await find(self, name)
+        config = (await jetstream.stream_info(subjects.STREAM_DIRECTORY)).config
+        config.max_age = 0.1
+        config.duplicate_window = 0.1
+        await jetstream.update_stream(config)
+        await eventually(lambda: is_empty(jetstream), "nothing is kept any more")
+        return found
+
+    monkeypatch.setattr(Objects, "find", find_and_lose)
+
+    assert await starter.load() is None
+    assert starter.value("snapshot_failures_total", of="read") == 1
+
+
+async def is_empty(jetstream: JetStreamContext) -> bool:
+    return not (await jetstream.stream_info(subjects.STREAM_DIRECTORY)).state.messages
