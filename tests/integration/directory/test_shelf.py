@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from nats.js.client import JetStreamContext
 from support.nats import NatsServer, eventually
 
@@ -15,10 +16,11 @@ from prefixbus.bus import messages, subjects
 from prefixbus.bus.clock import VirtualClock
 from prefixbus.bus.config import Config
 from prefixbus.bus.connection import Bus
-from prefixbus.bus.messages import KvEvents, Stored
+from prefixbus.bus.messages import KvEvents, Load, Lookup, Stored
 from prefixbus.bus.objects import Objects
 from prefixbus.bus.runtime import Runtime
 from prefixbus.directory.metrics import DirectoryMetrics
+from prefixbus.directory.service import Directory
 from prefixbus.directory.shard import Shard
 from prefixbus.directory.shelf import Shelf
 
@@ -296,3 +298,70 @@ async def test_a_snapshot_that_is_gone_while_it_is_read_is_done_without(
 
 async def is_empty(jetstream: JetStreamContext) -> bool:
     return not (await jetstream.stream_info(subjects.STREAM_DIRECTORY)).state.messages
+
+
+class Asking:
+    """A directory process but for its look-ups, and the dumps that it asks of w1."""
+
+    def __init__(self, world: World) -> None:
+        self.asked: list[str] = []
+        self._world = world
+        self._rt = Runtime("directory", "d2", world.server.state, Config(), world.clock)
+
+    async def start(self) -> "Asking":
+        bridge = self._world.bridge
+        self._rt.bus = await self._world.server.bus("directory", instance="d2")
+        directory = self.directory = Directory(self._rt, 0)
+
+        async def hear(message: Msg) -> None:
+            self.asked.append(messages.DUMP_REQUEST.decode(message.data).reason)
+
+        await bridge.subscribe(subjects.control("w1", "*"), hear)
+        await bridge.flush()
+        await directory.follow(Shelf(self._rt, directory.core, 0, lambda: directory.applied_seq, directory.metrics))
+        return self
+
+    def beat(self, event_seq: int) -> None:
+        """A heartbeat that names the last event."""
+        load = Load(1, "w1", 1, 1, event_seq, "m", "s", 0.0, 0, 0, 8, 0.0, 1000, 16, False, [])
+        self.directory.load(load, Msg(self._rt.bus.client, subjects.load("w1")))
+
+    def passes(self, seconds: float) -> None:
+        """And what time does is done."""
+        clock = self._world.clock
+        clock.advance(seconds)
+        self.directory._perform(self.directory.core.tick(clock.now()))
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["nothing is kept", "the last event is kept"])
+async def test_what_aged_out_between_the_snapshot_and_the_stream_is_asked_for_and_believed_less(
+    world: World, kept: int
+) -> None:
+    writer = await world.replica("d1")
+    for _ in range(2):
+        await world.event(writer)
+    await writer.shelf.write_if_due()
+    for _ in range(3):
+        await world.event(writer)
+    jetstream = (await world.server.bus("deploy")).jetstream
+    config = (await jetstream.stream_info(subjects.STREAM_KV_EVENTS)).config
+    if kept:
+        config.max_msgs = kept
+    else:
+        config.max_age = config.duplicate_window = 0.1
+    await jetstream.update_stream(config)
+
+    async def is_trimmed() -> bool:
+        return (await jetstream.stream_info(subjects.STREAM_KV_EVENTS)).state.messages <= kept
+
+    await eventually(is_trimmed, "the first events are gone")
+
+    starter = await Asking(world).start()
+    for _ in range(4):
+        starter.beat(5)
+        starter.passes(0.4)
+
+    await eventually(lambda: bool(starter.asked), "a dump is asked for")
+    found = starter.directory.core.lookup(Lookup(messages.VERSION, NS, array("Q", [1]).tobytes()), world.clock.now())
+    assert found.incomplete == ["w1"]
+    assert found.trust["w1"] < 1
