@@ -195,7 +195,8 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     `expires_at` bounds how long it is believed without an outcome. An empty `worker` takes the announcement back.
     `held_blocks` is the deepest that any worker held when it was decided, `shared_blocks` how much of that most traffic
     of the namespace starts with. `is_warming`: no request's, but an order's (`WarmOrder`): no work is queued, and what
-    it will leave behind is not to be counted on, since it gives way to any request."""
+    it will leave behind is not to be counted on, since it gives way to any request. `renews`: it was announced before,
+    and its worker has not begun its answer yet."""
 
     v: int
     request_id: str
@@ -211,6 +212,7 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     held_blocks: int = 0
     shared_blocks: int = 0
     is_warming: bool = False
+    renews: bool = False
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
@@ -422,7 +424,8 @@ class CandidateRecord(msgspec.Struct, frozen=True):
 
 
 class ShadowRecord(msgspec.Struct, frozen=True):
-    """What a policy that does not act would have chosen; `policy` and `policy_digest` as in `DecisionRecord`."""
+    """What a policy that does not act would have chosen; fields as in `DecisionRecord`, which has the inputs that are
+    the same for both. Its candidates may be others, and it may believe them less."""
 
     policy: str
     policy_digest: str
@@ -430,6 +433,13 @@ class ShadowRecord(msgspec.Struct, frozen=True):
     decision: str
     predicted_cached_tokens: _Count
     cost_ms: _Figure
+    candidate_workers: list[CandidateRecord] = []
+    policy_weights: dict[str, str | float | None] = {}
+    prefill_models: dict[str, list[_Figure]] = {}
+    max_queue_ms: _Figure = 0.0
+    max_wait_ms: _Figure = 0.0
+    is_warm: bool = False
+    min_held_blocks: _Count = 0
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):

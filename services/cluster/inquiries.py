@@ -122,15 +122,17 @@ def replay(
         _print_what_if(replay_module.what_if(decisions, other))
         return
     replayed = [replay_module.replay(decision) for decision in decisions]
-    different = [one for one in replayed if not one.same]
+    shadows = [again for decision in decisions if (again := replay_module.replay_shadow(decision)) is not None]
+    different = [one for one in (*replayed, *shadows) if not one.same]
     _print(line for one in different[:_MOST_SHOWN] for line in _difference_lines(one))
     if request_id:
         if not different:
             typer.echo("same")
     else:
-        unmade = sum(bool(one.problem) for one in replayed)
+        unmade = sum(bool(one.problem) for one in different)
         also = f", {unmade} could not be made again" if unmade else ""
-        typer.echo(f"{len(replayed)} decisions, {len(different) - unmade} differences{also}")
+        beside = f" and {len(shadows)} of a shadow" if shadows else ""
+        typer.echo(f"{len(replayed)} decisions{beside}, {len(different) - unmade} differences{also}")
     if different:
         raise typer.Exit(1)
 

@@ -7,15 +7,18 @@ the recorded terms: that later requests would have found other queues and other 
 Owns: the comparison and the report.   Must not know: where records come from, terminals, clocks.
 Units: ms, tokens.   Source: DESIGN 10."""
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from ..bus.messages import CandidateRecord, DecisionRecord
+from ..bus.messages import CandidateRecord, DecisionRecord, ShadowRecord
 from ..router import journal, policy
-from ..router.policy import Decision, Policy
+from ..router.policy import Candidate, Decision, Policy, RequestShape
+
+_Inputs = tuple[RequestShape, list[Candidate], Policy, float]
 
 # A field that is in one of two lists of candidates alone.
 ABSENT = "absent"
@@ -49,6 +52,22 @@ def replay(record: DecisionRecord) -> Replayed:
     except ValueError as exc:
         return Replayed(record.request_id, record.attempt, problem=str(exc))
     return Replayed(record.request_id, record.attempt, _differences(record, journal.decided(decision)))
+
+
+def replay_shadow(record: DecisionRecord) -> Replayed | None:
+    """The same for what a shadow would have decided; None: there was no shadow. Its fields are named `shadow.`."""
+    shadow = record.shadow
+    if shadow is None:
+        return None
+    try:
+        decision = _again(shadow, functools.partial(journal.shadow_inputs, record, shadow), None)
+    except ValueError as exc:
+        return Replayed(record.request_id, record.attempt, problem=f"shadow: {exc}")
+    again = journal.decided(decision)
+    del again["decided_at"]
+    again["cost_ms"] = decision.ranking[0].cost_ms
+    found = [msgspec.structs.replace(one, field=f"shadow.{one.field}") for one in _differences(shadow, again)]
+    return Replayed(record.request_id, record.attempt, found)
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -114,10 +133,14 @@ def what_if(records: Iterable[DecisionRecord], other: Policy) -> WhatIf:
 
 def _decide(record: DecisionRecord, other: Policy | None) -> Decision:
     """:raises ValueError: the record lacks inputs, or names a policy that this version does not have."""
-    if not record.candidate_workers:
+    return _again(record, functools.partial(journal.inputs, record), other)
+
+
+def _again(made: DecisionRecord | ShadowRecord, inputs: Callable[[], _Inputs], other: Policy | None) -> Decision:
+    if not made.candidate_workers:
         raise ValueError("it has no candidates")
     try:
-        shape, candidates, recorded, now = journal.inputs(record)
+        shape, candidates, recorded, now = inputs()
     except msgspec.ValidationError as exc:
         raise ValueError(f"its inputs cannot be read: {exc}") from exc
     chosen = other or recorded
@@ -129,7 +152,7 @@ def _decide(record: DecisionRecord, other: Policy | None) -> Decision:
         raise ValueError(f"its inputs make no sense: {exc}") from exc
 
 
-def _differences(record: DecisionRecord, again: dict[str, Any]) -> list[Difference]:
+def _differences(record: DecisionRecord | ShadowRecord, again: dict[str, Any]) -> list[Difference]:
     found = []
     for name, value in again.items():
         if name == "candidate_workers":

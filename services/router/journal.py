@@ -1,6 +1,7 @@
 """The record of a decision: what was chosen, why, and all it was chosen from; and that of an end without a bridge.
 
-`inputs` turns a record back into the arguments of `policy.decide`, which must give the same decision bit for bit.
+`inputs` turns a record back into the arguments of `policy.decide`, which must give the same decision bit for bit; so
+does `shadow_inputs` for the decision of a shadow.
 
 Owns: the form of the record.   Must not know: NATS, clocks, prompts (a record holds no text, token or key)."""
 
@@ -86,7 +87,6 @@ def build(
     """The record of one decision; `excluded` says why the workers that were no candidates were none, `rollout` by which
     right the policy decided, `shadow` what another one would have done."""
     shape = shortlisted.shape
-    models = {one.worker_class: one.model for one in shortlisted.candidates}
     return DecisionRecord(
         v=VERSION,
         request_id=route.request_id,
@@ -109,8 +109,8 @@ def build(
         held_blocks=shortlisted.held_blocks,
         has_waited=shape.has_waited,
         fleet_rho=shape.fleet_rho,
-        prefill_model=list(msgspec.structs.astuple(decision.ranking[0].candidate.model)),
-        prefill_models={name: list(msgspec.structs.astuple(models[name])) for name in sorted(models)},
+        prefill_model=_figures(decision.ranking[0].candidate.model),
+        prefill_models=_models(decision),
         policy_weights=msgspec.structs.asdict(policy),
         policy_digest=digest(policy),
         rollout=rollout,
@@ -132,14 +132,17 @@ def digest(policy: Policy) -> str:
 
 
 def shadow(policy: Policy, decision: Decision) -> ShadowRecord:
-    """The record of a decision that was not acted on."""
+    """The record of a decision that was not acted on, made at the same time about the same request."""
+    made = decided(decision)
+    # It is that of the decision beside it.
+    del made["decided_at"]
     return ShadowRecord(
         policy=policy.label,
         policy_digest=digest(policy),
-        selected_worker=decision.worker,
-        decision=decision.name,
-        predicted_cached_tokens=decision.predicted_tokens,
         cost_ms=decision.ranking[0].cost_ms,
+        policy_weights=msgspec.structs.asdict(policy),
+        prefill_models=_models(decision),
+        **made,
     )
 
 
@@ -162,6 +165,19 @@ def inputs(record: DecisionRecord) -> tuple[RequestShape, list[Candidate], Polic
     """The arguments with which `policy.decide` made this decision.
 
     :raises msgspec.ValidationError: what the record says is not what this version decides from."""
+    return _inputs(record, record)
+
+
+def shadow_inputs(record: DecisionRecord, of: ShadowRecord) -> tuple[RequestShape, list[Candidate], Policy, float]:
+    """The arguments with which `policy.decide` made the decision of the record's shadow.
+
+    :raises msgspec.ValidationError: as `inputs`."""
+    return _inputs(record, of)
+
+
+def _inputs(
+    record: DecisionRecord, of: DecisionRecord | ShadowRecord
+) -> tuple[RequestShape, list[Candidate], Policy, float]:
     shape = RequestShape(
         record.prompt_tokens,
         record.output_tokens,
@@ -173,15 +189,25 @@ def inputs(record: DecisionRecord) -> tuple[RequestShape, list[Candidate], Polic
         record.fleet_rho,
         shared_tokens(record.shared_blocks, record.block_size),
     )
-    models = {name: _model(figures) for name, figures in record.prefill_models.items()}
+    models = {name: _model(figures) for name, figures in of.prefill_models.items()}
     # Records of routers that did not learn yet have but the one.
     default = _model(record.prefill_model)
-    candidates = [_input(one, models.get(one.worker_class, default)) for one in record.candidate_workers]
-    return shape, candidates, msgspec.convert(record.policy_weights, Policy, strict=False), record.decided_at
+    candidates = [_input(one, models.get(one.worker_class, default)) for one in of.candidate_workers]
+    return shape, candidates, msgspec.convert(of.policy_weights, Policy, strict=False), record.decided_at
 
 
 def _segments(packed: bytes) -> list[tuple[int, str]]:
     return [(end, f"{digest:016x}") for end, digest in struct.iter_unpack("<IQ", packed)]
+
+
+def _models(decision: Decision) -> dict[str, list[float]]:
+    """The prefill models of all candidates, by worker class."""
+    models = {terms.candidate.worker_class: terms.candidate.model for terms in decision.ranking}
+    return {name: _figures(models[name]) for name in sorted(models)}
+
+
+def _figures(model: PrefillModel) -> list[float]:
+    return list(msgspec.structs.astuple(model))
 
 
 def _model(figures: list[float]) -> PrefillModel:

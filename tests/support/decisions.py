@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from prefixbus.bus import messages
-from prefixbus.bus.messages import DecisionRecord, Route
+from prefixbus.bus.messages import DecisionRecord, Route, ShadowRecord
 from prefixbus.router import cost, journal, policy
 from prefixbus.router.cost import PrefillModel
 from prefixbus.router.policy import Candidate, Policy, Pull, RequestShape
@@ -43,6 +43,8 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
     )
     chosen = _policy(rng)
     decision = policy.decide(shape, candidates, chosen, 1.7e9 + rng.random() * 1e6)
+    other = random.Random(decision.decided_at)
+    shadow = _shadow(other, shape, candidates, decision.decided_at) if other.random() < 0.3 else None
     made = journal.build(
         _route(number, shape),
         decision,
@@ -53,8 +55,21 @@ def record(rng: random.Random, number: int = 0, **changed: Any) -> DecisionRecor
         excluded={},
         key=KEY,
         code_version="0",
+        shadow=shadow,
     )
     return msgspec.structs.replace(made, **changed)
+
+
+def _shadow(rng: random.Random, shape: RequestShape, candidates: list[Candidate], wall: float) -> ShadowRecord:
+    """Of another policy, which may believe candidates less and look at fewer."""
+    other = _policy(rng)
+    seen = [
+        msgspec.structs.replace(one, cached_tokens=one.cached_tokens // 2, trust=one.trust / 2)
+        if rng.random() < 0.3
+        else one
+        for one in candidates[: rng.randrange(1, len(candidates) + 1)]
+    ]
+    return journal.shadow(other, policy.decide(shape, seen, other, wall))
 
 
 def _candidate(

@@ -65,6 +65,8 @@ def spoiled(draw: st.DrawFn) -> tuple[str, bytes]:
     base = draw(st.sampled_from([DECISION, OUTCOME]))
     document: Any = json.loads(json.dumps(base))
     of_candidates = [one for one in document.get("candidate_workers", ()) if draw(st.booleans())]
+    if document.get("shadow"):
+        of_candidates += [document["shadow"], *document["shadow"]["candidate_workers"]]
     for place in (document, *of_candidates):
         names = draw(st.lists(st.sampled_from(sorted(place)), max_size=2))
         for name in names:
@@ -94,7 +96,8 @@ def shown(written: list[tuple[str, bytes]]) -> tuple[Records, str]:
         console.print(explain.document(found).decode())
         console.print(board.frame(top.view(0.0, WALL), 24))
         for one in found.decisions:
-            console.print(*inquiries._difference_lines(replay.replay(one)))
+            for again in (replay.replay(one), replay.replay_shadow(one)):
+                console.print(*inquiries._difference_lines(again) if again is not None else ())
         for name in ("prefix-aware", "round-robin"):
             inquiries._print_what_if(replay.what_if(found.decisions, Policy(name=name)))
         inquiries._print_mismatches(mismatches.report(found.decisions, found.outcomes), None)

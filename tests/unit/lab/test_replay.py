@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support.decisions import record, recorded
 
-from prefixbus.bus.messages import DecisionRecord
+from prefixbus.bus.messages import DecisionRecord, ShadowRecord
 from prefixbus.lab import replay
 from prefixbus.router import journal, policy
 from prefixbus.router.policy import Policy
@@ -24,6 +24,80 @@ def test_some_hundred_decisions_of_random_fleets_replay_without_a_difference() -
 
     assert len(replayed) == 500
     assert [one for one in replayed if not one.same] == []
+
+
+def test_what_shadows_would_have_decided_replays_without_a_difference() -> None:
+    """To the last bit, as what was acted on, though they saw other candidates or believed them less."""
+    records = list(recorded(500, seed=7))
+
+    replayed = [again for one in records if (again := replay.replay_shadow(one)) is not None]
+
+    assert len(replayed) == sum(one.shadow is not None for one in records) > 100
+    assert any(
+        one.shadow is not None and len(one.shadow.candidate_workers) < len(one.candidate_workers) for one in records
+    )
+    assert [one for one in replayed if not one.same] == []
+
+
+def shadowed() -> tuple[DecisionRecord, ShadowRecord]:
+    return next((one, one.shadow) for one in recorded(100, seed=9) if one.shadow is not None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("selected_worker", "w99"),
+        ("decision", "elsewhere"),
+        ("predicted_cached_tokens", -1),
+        ("cost_ms", 0.5),
+        ("max_queue_ms", -1.0),
+        ("max_wait_ms", -1.0),
+        ("min_held_blocks", -1),
+    ],
+)
+def test_another_choice_of_the_shadow_than_recorded_is_named_as_its_own(field: str, value: object) -> None:
+    whole, shadow = shadowed()
+    tampered = msgspec.structs.replace(whole, shadow=msgspec.structs.replace(shadow, **{field: value}))
+
+    found = replay.replay_shadow(tampered)
+
+    assert found is not None
+    assert [one.field for one in found.differences] == [f"shadow.{field}"]
+    assert replay.replay(tampered).same
+
+
+def test_a_bit_of_a_shadows_term_is_a_difference() -> None:
+    whole, shadow = shadowed()
+    first, *rest = shadow.candidate_workers
+    bit = msgspec.structs.replace(first, ttft_ms=first.ttft_ms * (1 + 2**-52))
+    tampered = msgspec.structs.replace(whole, shadow=msgspec.structs.replace(shadow, candidate_workers=[bit, *rest]))
+
+    found = replay.replay_shadow(tampered)
+
+    assert found is not None
+    assert [one.field for one in found.differences] == [f"shadow.{first.worker}.ttft_ms"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"candidate_workers": []}, "shadow: it has no candidates"),
+        ({"policy_weights": {"name": "of-the-future"}}, "no policy 'of-the-future'"),
+        ({"policy_weights": {"new_kv_price": -1}}, "inputs cannot be read"),
+    ],
+    ids=["of an older version", "of a later version", "of no weights"],
+)
+def test_a_shadow_that_cannot_be_made_again_says_why(changed: dict[str, Any], says: str) -> None:
+    whole, shadow = shadowed()
+
+    found = replay.replay_shadow(msgspec.structs.replace(whole, shadow=msgspec.structs.replace(shadow, **changed)))
+
+    assert found is not None and not found.same
+    assert says in found.problem
+
+
+def test_where_nothing_looked_on_there_is_nothing_to_replay() -> None:
+    assert replay.replay_shadow(msgspec.structs.replace(several(), shadow=None)) is None
 
 
 def changed_candidate(one: DecisionRecord, **fields: Any) -> DecisionRecord:
