@@ -118,6 +118,34 @@ def test_all_decisions_of_a_run_replay_with_0_differences(cluster: Cluster, aske
     assert found and int(found[1]) >= ASKED
 
 
+async def test_what_a_shadow_would_have_decided_replays_the_same(cluster: Cluster) -> None:
+    shadow = await asyncio.to_thread(prefixbus, cluster, "policy", "round-robin", "--shadow")
+    assert shadow.returncode == 0, shadow.stderr
+    operator = await cluster.operator()
+    async with await cluster.client() as client:
+
+        async def shadowed(number: int) -> bool:
+            await ask(client, _body(number), request_id=f"shadowed-{number}")
+            await outcome_of(operator, f"shadowed-{number}")
+            (made,) = (await asyncio.to_thread(explained, cluster, f"shadowed-{number}"))["decisions"]
+            return bool(made["shadow"])
+
+        # A router hears of the policy a moment after it is stored.
+        last = 0
+        while not await shadowed(last):
+            last += 1
+            assert last < 20, "no router has heard of the shadow"
+    await operator.close()
+
+    one = await asyncio.to_thread(prefixbus, cluster, "replay", f"shadowed-{last}")
+    every = await asyncio.to_thread(prefixbus, cluster, "replay", "--since", "1h")
+    cleared = await asyncio.to_thread(prefixbus, cluster, "policy", "--clear", "shadow")
+
+    assert (one.returncode, one.stdout) == (0, "same\n"), one.stderr
+    assert re.search(r"^\d+ decisions and [1-9]\d* of a shadow, 0 differences$", every.stdout, re.MULTILINE)
+    assert cleared.returncode == 0
+
+
 def test_a_time_range_takes_in_what_was_decided_in_it_alone(cluster: Cluster) -> None:
     at = [explained(cluster, f"asked-{number}")["decisions"][0]["decided_at"] for number in (0, 5)]
 
