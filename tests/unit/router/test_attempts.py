@@ -376,6 +376,43 @@ def test_of_an_attempt_that_was_superseded_the_earlier_ones_are_asked() -> None:
     assert attempts.doubtful == {1: "w1"}
 
 
+def test_a_worker_that_was_silent_and_is_not_there_any_more_may_have_begun() -> None:
+    attempts = offered(1)
+    attempts.silent(1)
+
+    assert attempts.unreachable(1) == (Effect.TAKE_BACK, Effect.CLAIM)
+
+
+def test_the_word_of_an_attempt_that_is_not_in_doubt_ends_nothing() -> None:
+    attempts = given_up(2)
+    attempts.decided("w2", 1)
+    attempts.refused(2, "no_slot")
+    attempts.claimed(False)
+
+    assert attempts.withdrawn(2, "ended") == ()
+    assert attempts.state is State.ASKING
+
+
+def test_what_the_last_attempt_says_while_another_worker_is_chosen_is_answered_with_an_abort() -> None:
+    attempts = given_up(4)
+
+    assert attempts.state is State.CHOOSING
+    assert attempts.accepted(1) == (Effect.ABORT_STALE,)
+
+
+def test_a_full_queue_that_is_found_after_the_accept_is_a_giving_back_like_any_other() -> None:
+    attempts = accepted()
+
+    assert attempts.refused(1, "queue_too_long") == (Effect.TAKE_BACK, Effect.CHOOSE)
+
+
+def test_only_the_worker_that_has_an_attempt_may_speak_of_its_end() -> None:
+    attempts = given_up(4)
+    attempts.decided("w2", 1)
+
+    assert [attempts.was_sent(2, "w2"), attempts.was_sent(2, "w1"), attempts.was_sent(1, "w1")] == [True, False, True]
+
+
 def test_only_the_attempt_that_has_begun_is_asked() -> None:
     attempts = given_up(4)
     attempts.decided("w2", 1)

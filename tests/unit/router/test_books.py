@@ -50,6 +50,17 @@ def test_a_dispatch_is_queued_work_and_blocks_to_come_until_it_is_taken_back(fle
     assert fleet.idle() == []
 
 
+def test_a_worker_is_not_busy_with_what_was_taken_back(fleet: Fleet) -> None:
+    books = Books(fleet)
+    books.sent("r1", 1, "w1", 1, 50.0, NS, KEYS, 0.0, 60.0)
+    worker = fleet.living()["w1"]
+    assert worker.rho(0.0) > 0.0
+
+    books.taken_back("r1", 1, 0.0)
+
+    assert worker.rho(0.0) == 0.0
+
+
 def test_a_request_is_traffic_once_however_often_it_is_dispatched(fleet: Fleet) -> None:
     books = Books(fleet)
     for number in range(3):

@@ -71,6 +71,53 @@ def test_a_reported_queue_shrinks_with_time_and_not_below_nothing() -> None:
     assert queue_ms(books, 0.2) == 0.0
 
 
+def test_what_a_bridge_says_of_its_queue_stands_for_all_that_was_sent_before() -> None:
+    books = fleet(load())
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+
+    books.correct("w1", 1, 70.0, 0.0)
+
+    assert queue_ms(books, 0.0) == 70.0
+
+
+def test_a_dispatch_that_is_sent_again_is_not_queued_again() -> None:
+    books = fleet(load())
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+    books.heard(load(report=2, accepted=["r1"]), 0.1)
+
+    assert not books.book("r1", 1, "w1", 1, 50.0, 0.2, 60.0)
+    assert queue_ms(books, 0.2) == 0.0
+
+
+def test_the_end_of_a_later_attempt_is_the_end_of_earlier_ones() -> None:
+    """What announced the later one was lost."""
+    books = fleet(load())
+    books.book("r1", 1, "w1", 1, 50.0, 0.0, 60.0)
+
+    books.settle("r1", 2, 0.1)
+
+    assert books.idle() == []
+
+
+def test_the_late_end_of_an_earlier_attempt_does_not_let_a_later_one_in_again() -> None:
+    books = fleet(load())
+    books.settle("r1", 2, 0.0)
+
+    books.settle("r1", 1, 0.1)
+
+    assert not books.book("r1", 2, "w1", 1, 50.0, 0.2, 60.0)
+
+
+def test_a_heartbeat_that_comes_twice_renews_no_lease() -> None:
+    books = fleet(load())
+
+    pass_time(books, 0.0, 0.5)
+    books.heard(load(), 0.5)
+    pass_time(books, 0.5, 0.2)
+
+    assert survey(books, 0.7).excluded == {"w1": "suspect"}
+
+
 def test_an_announcement_that_no_report_lists_is_not_believed_for_long() -> None:
     """Its router was killed before it could take it back, or its end was not heard."""
     books = fleet(load())

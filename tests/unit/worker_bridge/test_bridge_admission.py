@@ -63,6 +63,41 @@ def test_a_dispatch_that_means_something_else_is_refused(changes: dict[str, Any]
     assert made.waiting == 0
 
 
+def test_an_attempt_is_stopped_by_an_abort_of_a_later_one() -> None:
+    made = table()
+    running = let_in(made, offer())
+
+    assert made.stop_attempt("r1", 2, 0.0) is running
+
+
+def test_an_abort_of_what_has_ended_does_not_make_it_forgotten() -> None:
+    made = table()
+    made.end(let_in(made, offer()), 0.0)
+
+    assert made.stop_attempt("r1", 1, 0.0) is None
+    assert made.how_left("r1", 1) is Left.ENDED
+
+
+def test_the_late_word_of_an_earlier_attempt_does_not_stand_for_a_later_one() -> None:
+    made = table()
+    earlier = let_in(made, offer())
+    later = let_in(made, offer(attempt=2))
+    made.end(later, 0.0)
+
+    made.amend(earlier, Left.BROKEN, 0.0)
+
+    assert made.how_left("r1", 2) is Left.ENDED
+
+
+def test_a_request_that_runs_for_longer_than_answers_are_kept_is_not_started_again() -> None:
+    made = table()
+    let_in(made, offer())
+
+    repeated = made.offer(offer(), admission.ANSWERS_KEPT_S + 1, WALL)
+
+    assert (repeated.refused, repeated.start, repeated.stop) == ("", None, None)
+
+
 def test_without_an_incarnation_nothing_is_taken() -> None:
     made = Admission(4)
 
