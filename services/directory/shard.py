@@ -137,7 +137,8 @@ class Shard:
             self.predictions.ended(sent.request_id, sent.attempt)
             return
         lifetime_s = min(sent.expires_at - wall, ANNOUNCED_AT_MOST_S)
-        self.placement.dispatched(sent, lifetime_s, now)
+        if not sent.renews:
+            self.placement.dispatched(sent, lifetime_s, now)
         if sent.is_warming:
             return
         view = self.ledger.view(sent.worker)

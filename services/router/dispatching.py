@@ -59,7 +59,7 @@ from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
 from . import cost, gains, journal, overload, policy
 from .addresses import Addresses
-from .attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
+from .attempts import QUEUE_TOO_LONG, RUNNING, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .books import Books
 from .fleet import Available, Fleet, Lost, Survey
 from .holdings import check, corrected
@@ -233,6 +233,9 @@ class Desk:
 
     def dispatched(self, announced: Dispatched) -> None:
         """Another router sent, or took back, a dispatch."""
+        if announced.renews:
+            # The directory's business: reports of its worker's load contain it.
+            return
         self.warming.announced(announced)
         if announced.is_warming:
             return
@@ -287,6 +290,8 @@ class Request:
         self._announced = 0
         # The attempt whose bridge said that it had ended.
         self._said_ended = 0
+        # How long after its last question its worker is asked again whether it has the attempt.
+        self._doubt_s = 0.0
 
     @property
     def sent_at(self) -> tuple[int, int]:
@@ -364,6 +369,8 @@ class Request:
             self._said_ended = attempt
             self._doubt(OUTCOME_LATE_S)
             return ()
+        if reply.error == RUNNING:
+            self._renew(attempt)
         effects = self.attempts.found(attempt, reply.error)
         if effects:
             self._desk.metrics.ends_unheard.inc()
@@ -720,7 +727,16 @@ class Request:
         """The deepest that any worker held when we asked."""
         return self._holdings.levels[0].depth if self._holdings is not None and self._holdings.levels else 0
 
-    def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
+    def _renew(self, attempt: int) -> None:
+        """Its worker has it still: what it will leave behind is announced until the next question is answered.
+
+        How long it waits for its turn, or for KV memory, was not known when it was dispatched."""
+        attempts, wall = self.attempts, self._desk.clock.wall()
+        if attempts.attempt == attempt and attempts.state is State.ACCEPTED:
+            believed_s = min(self._route.deadline_at - wall, self._doubt_s + ANNOUNCED_S)
+            self._announce(attempts.worker, wall + believed_s, self._route.keys, renews=True)
+
+    def _announce(self, worker: str, expires_at: float, keys: bytes, *, renews: bool = False) -> None:
         announced = Dispatched(
             v=VERSION,
             request_id=self._route.request_id,
@@ -735,6 +751,7 @@ class Request:
             prefix_class=self._route.prefix_class,
             held_blocks=self._held_blocks,
             shared_blocks=self._shared_blocks,
+            renews=renews,
         )
         with contextlib.suppress(BusUnavailable):
             self._desk.bus.send(subjects.DISPATCHED, DISPATCHED.encode(announced))
@@ -812,6 +829,7 @@ class Request:
                 handle.cancel()
 
     def _doubt(self, seconds: float) -> None:
+        self._doubt_s = seconds
         self._start("doubt", seconds, functools.partial(self._doubt_is_due, self.attempts.attempt, seconds))
 
     def _doubt_is_due(self, attempt: int, seconds: float) -> None:

@@ -479,6 +479,39 @@ async def test_an_end_that_was_not_heard_leaves_no_phantom_load(world: World, mo
     assert router.value("prefixbus_router_ends_unheard_total") == 1
 
 
+async def test_what_waits_for_long_is_announced_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was believed for 10 s beyond the time that was foreseen; siblings that came later computed it elsewhere."""
+    monkeypatch.setattr(dispatching, "DOUBT_S", 0.1)
+    bridge = await world.bridge("w1")
+    bridge.streams = False
+    router, other = await world.router("router-1"), await world.router("router-2")
+    await eventually(lambda: router.knows("w1") and other.knows("w1"), "the worker is known")
+    announced: list[Dispatched] = []
+
+    async def hear(message: Msg) -> None:
+        announced.append(DISPATCHED.decode(message.data))
+
+    listener = await world.server.bus("directory", instance="i2")
+    await listener.subscribe(subjects.DISPATCHED, hear)
+    await listener.flush()
+
+    answer = await world.client.send(CLOCK.wall(), deadline_s=300.0)
+    await eventually(lambda: len(announced) >= 5, "it is renewed, again and again")
+    first, *renewals = announced[:5]
+    await bridge.start_answer(bridge.dispatches[0])
+    await eventually(lambda: bool(answer.chunks), "its answer begins")
+    await bridge.end_answer(bridge.dispatches[0])
+    await world.ended(answer)
+    await world.books_balance()
+
+    assert not first.renews
+    assert [(one.request_id, one.attempt, one.worker, one.renews) for one in renewals] == 4 * [("R1", 1, "w1", True)]
+    assert all(one.keys == first.keys for one in renewals)
+    assert first.expires_at < renewals[0].expires_at < renewals[-1].expires_at
+    # No other router takes these for requests that have the prefix in common.
+    assert other.desk.books.traffic.shared_blocks(first.ns_id, first.keys) == 0
+
+
 async def test_a_giving_back_that_was_not_heard_is_found_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatching, "DOUBT_S", 0.1)
     first, other = await world.bridge("w1"), await world.bridge("w2")

@@ -4,6 +4,7 @@ import gc
 import tracemalloc
 from array import array
 
+import msgspec
 import pytest
 
 from prefixbus.bus.messages import (
@@ -517,6 +518,47 @@ def test_an_order_that_is_being_carried_out_is_announced_to_no_request() -> None
 
     assert world.asks().levels == []
     assert world.announced == 0
+
+
+def test_what_its_router_renews_is_believed_for_longer() -> None:
+    world = World("w")
+    sent = popular(world)
+    world.shard.dispatched(sent, world.now, WALL + world.now)
+
+    world.passes(4.0)
+    renewal = msgspec.structs.replace(sent, expires_at=WALL + world.now + 5.0, renews=True)
+    world.shard.dispatched(renewal, world.now, WALL + world.now)
+    world.passes(4.0)
+    believed = world.announced
+    world.passes(2.0)
+
+    assert (believed, world.announced) == (1, 0)
+
+
+def test_a_renewal_comes_too_late_for_what_has_ended() -> None:
+    world = World("w")
+    sent = popular(world)
+    world.shard.dispatched(sent, world.now, WALL + world.now)
+    world.ends(sent.request_id, "w", "error")
+
+    world.shard.dispatched(msgspec.structs.replace(sent, renews=True), world.now, WALL + world.now)
+
+    assert world.announced == 0
+
+
+def test_a_renewal_is_no_further_request_for_its_prefix() -> None:
+    """One dispatch is not reason enough to have a prefix computed again after its worker's cache went."""
+    world = World("w")
+    world.stores("w", 1, 32)
+    sent = popular(world)
+    world.shard.dispatched(sent, world.now, WALL + world.now)
+    for _ in range(10):
+        world.shard.dispatched(msgspec.structs.replace(sent, renews=True), world.now, WALL + world.now)
+
+    world.tell("w", Cleared())
+    world.passes(1.0)
+
+    assert world.orders == []
 
 
 def test_churn_of_everything_leaves_no_memory_behind() -> None:
