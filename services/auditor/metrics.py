@@ -13,7 +13,9 @@ class AuditMetrics:
     def __init__(self, registry: CollectorRegistry, fill: Callable[[], float]) -> None:
         self.facts = Counter("prefixbus_audit_facts", "Facts on the record, by kind.", ["kind"], registry=registry)
         self.unreadable = Counter(
-            "prefixbus_audit_unreadable", "Records that are not facts of ours.", registry=registry
+            "prefixbus_audit_unreadable",
+            "Records that are not facts of ours, or of another than their subject's.",
+            registry=registry,
         )
         Gauge("prefixbus_audit_fill_ratio", "Bytes of the record over its bound.", registry=registry).set_function(fill)
 

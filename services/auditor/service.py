@@ -11,7 +11,8 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
-from ..bus import messages, subjects
+from ..bus import labels, messages, subjects
+from ..bus.errors import BadSubject
 from ..bus.runtime import Runtime
 from .metrics import AuditMetrics
 
@@ -37,8 +38,10 @@ async def run(rt: Runtime) -> None:
             while not rt.stopping.is_set():
                 for message in await _fetch(subscription):
                     try:
-                        metrics.facts.labels(messages.FACT.decode(message.data).kind).inc()
-                    except messages.MessageInvalid as exc:
+                        fact = messages.FACT.decode(message.data)
+                        _check_sender(fact, message.subject)
+                        metrics.facts.labels(labels.fact(fact.kind)).inc()
+                    except (messages.MessageInvalid, BadSubject) as exc:
                         metrics.unreadable.inc()
                         rt.caught(exc, "a record cannot be read", subject=message.subject)
                     # Acknowledged after it is counted: a copy that dies in between leaves it to another.
@@ -64,6 +67,13 @@ class _Reader:
         if self.fill >= FILL_ALARM:
             return f"the record is {self.fill:.0%} full; when it is full, nothing warm is served"
         return ""
+
+
+def _check_sender(fact: messages.Fact, subject: str) -> None:
+    """The server's permissions vouch for the subject alone. :raises BadSubject: the fact speaks for somebody else."""
+    service, instance = subject.split(".")[-2:]
+    if fact.service != service or (fact.worker and fact.worker != instance):
+        raise BadSubject(f"a fact of {fact.service} {fact.worker} is under {subject}.")
 
 
 async def _watch_fill(rt: Runtime, reader: _Reader) -> None:

@@ -27,6 +27,7 @@ DECISIONS = (
     "blind",
     "round-robin",
 )
+FACTS = ("reuse", "warm", "forged_reply", "refused_namespace")
 OTHER = "other"
 NONE = "none"
 """What stands for an empty value: to Prometheus an empty label is none at all."""
@@ -37,6 +38,10 @@ _TEMPLATE_DIGITS = 12
 
 def prefix_class(value: str) -> str:
     return value if value in PREFIX_CLASSES else OTHER
+
+
+def fact(kind: str) -> str:
+    return kind if kind in FACTS else OTHER
 
 
 def decision(value: str) -> str:

@@ -43,19 +43,39 @@ def counted(rt: Runtime, kind: str) -> float:
 async def test_copies_count_every_fact_once(server: NatsServer) -> None:
     bridge = await server.bus("worker_bridge", "w1")
     running = [await start(server, name) for name in ("a1", "a2")]
-    fact = FACT.encode(Fact(VERSION, "reuse", 1.0, "worker_bridge", "acme"))
+    fact = FACT.encode(Fact(VERSION, "reuse", 1.0, "worker_bridge", "acme", worker="w1"))
 
     for _ in range(200):
         await bridge.publish_acked(subjects.audit("worker_bridge", "w1"), fact)
-    await bridge.publish_acked(subjects.audit("worker_bridge", "w1"), b"no fact")
+    forged = [
+        Fact(VERSION, "reuse", 1.0, "worker_bridge", "acme", worker="w2"),
+        Fact(VERSION, "reuse", 1.0, "tokenizer", "acme"),
+    ]
+    for payload in (b"no fact", *(FACT.encode(one) for one in forged)):
+        await bridge.publish_acked(subjects.audit("worker_bridge", "w1"), payload)
 
     await eventually(lambda: sum(counted(rt, "reuse") for rt, _ in running) >= 200, "all are read", 10)
     unreadable = "prefixbus_audit_unreadable_total"
-    await eventually(lambda: sum(rt.registry.get_sample_value(unreadable) or 0 for rt, _ in running) == 1, "one is not")
+    await eventually(
+        lambda: sum(rt.registry.get_sample_value(unreadable) or 0 for rt, _ in running) == 3, "three are not"
+    )
     assert sum(counted(rt, "reuse") for rt, _ in running) == 200
     for rt, task in running:
         rt.stopping.set()
         await task
+
+
+async def test_no_bridge_makes_a_time_series_by_a_word_of_its_own(server: NatsServer) -> None:
+    bridge = await server.bus("worker_bridge", "w1")
+    rt, task = await start(server, "a1")
+
+    for number in range(50):
+        fact = Fact(VERSION, f"kind {number}", 1.0, "worker_bridge", "acme", worker="w1")
+        await bridge.publish_acked(subjects.audit("worker_bridge", "w1"), FACT.encode(fact))
+
+    await eventually(lambda: counted(rt, "other") == 50, "all are read", 10)
+    rt.stopping.set()
+    await task
 
 
 async def test_it_is_ready_only_while_it_reads(server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,9 @@ import nkeys
 import pytest
 from nats.js.errors import APIError
 from nats.micro import add_service
-from support.nats import NatsServer, Probe, eventually
+from support.nats import NatsServer, Probe, RunningCallout, eventually
 
+from prefixbus.auditor import tenants
 from prefixbus.bus import subjects
 from prefixbus.bus.connection import WrongSequence
 from prefixbus.cluster import permissions
@@ -149,6 +150,30 @@ async def test_a_role_hears_what_its_row_says_and_nothing_else(probes: dict[str,
     assert wrong == []
 
 
+async def test_a_tenant_reaches_nothing_of_what_services_say_to_each_other(
+    provisioned: NatsServer, callout: RunningCallout
+) -> None:
+    """Every subject of every role, asked with a tenant's credential."""
+    grant = tenants.grant(tenants.Credential(tenant="acme", label="", token_hash="", scopes=None))
+    tenant = await provisioned.tenant_probe("acme", provisioned.token("acme"))
+    asked = every_publish_subject()
+
+    for subject in asked:
+        await tenant.client.publish(subject, b"")
+    denied = {text.split('"')[1] for text in await tenant.denials()}
+    heard = [
+        (subject, queue)
+        for subject, queue in every_subscribe_subject()
+        if await tenant.may_subscribe(subject, queue)
+        and not any(matches(pattern, subject) for pattern in grant.subscribe)
+    ]
+
+    assert denied == {subject.lower() for subject in asked if not any(matches(own, subject) for own in grant.publish)}
+    for made in (subjects.WARM, subjects.DISPATCHED, "pb.v1.claim.x9", "pb.v1.capture.x9.x9", "$O.DIRECTORY.C.x9"):
+        assert made.lower() in denied
+    assert heard == []
+
+
 @dataclass(frozen=True)
 class Denial:
     """One thing that matters enough to be named."""
@@ -171,6 +196,24 @@ DENIALS = [
     Denial("a router cannot take back a claim", "router", "$JS.API.STREAM.PURGE.CLAIMS"),
     Denial("a router cannot read who answers", "router", "$JS.API.STREAM.MSG.GET.CLAIMS"),
     Denial("a tokenizer cannot keep a request from being answered", "tokenizer", "pb.v1.claim.r1"),
+    Denial("a bridge cannot order a worker to be warmed", "worker_bridge", "pb.v1.warm"),
+    Denial("a router cannot order a worker to be warmed", "router", "pb.v1.warm"),
+    Denial("a tokenizer cannot order a worker to be warmed", "tokenizer", "pb.v1.warm"),
+    Denial("a bridge cannot announce dispatches", "worker_bridge", "pb.v1.dispatched"),
+    Denial("a directory cannot announce dispatches", "directory", "pb.v1.dispatched"),
+    Denial("a tokenizer cannot announce dispatches", "tokenizer", "pb.v1.dispatched"),
+    Denial("a bridge cannot hear announcements", "worker_bridge", "pb.v1.dispatched", subscribe=True),
+    Denial("a bridge cannot hear how others' requests ended", "worker_bridge", "pb.v1.outcome.*.*", subscribe=True),
+    Denial("a bridge cannot hear whose heartbeats come", "worker_bridge", "pb.v1.load.*", subscribe=True),
+    Denial("a bridge cannot write snapshots", "worker_bridge", "$O.DIRECTORY.C.x"),
+    Denial("a router cannot write snapshots", "router", "$O.DIRECTORY.M.x"),
+    Denial("a directory cannot keep a request from being answered", "directory", "pb.v1.claim.r1"),
+    Denial("a router cannot read captured prompts", "router", "$JS.API.DIRECT.GET.CAPTURE"),
+    Denial("a tokenizer cannot read captured prompts", "tokenizer", "$JS.API.DIRECT.GET.CAPTURE"),
+    Denial("a bridge cannot read captured prompts", "worker_bridge", "$JS.API.STREAM.MSG.GET.CAPTURE"),
+    Denial("a bridge cannot hear what is captured", "worker_bridge", "pb.v1.capture.*.*", subscribe=True),
+    Denial("an operator cannot hear what is captured live", "operator", "pb.v1.capture.*.*", subscribe=True),
+    Denial("a bridge cannot capture", "worker_bridge", "pb.v1.capture.acme.r1"),
     Denial("a bridge cannot control another", "worker_bridge", "pb.v1.ctl.w2.reset"),
     Denial("a bridge cannot reset itself by message", "worker_bridge", "pb.v1.ctl.w1.reset"),
     Denial("a bridge cannot write a decision", "worker_bridge", "pb.v1.journal.r1"),
