@@ -359,7 +359,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
     `status` is ok, error or cancelled; `error` a stable code. `cached_tokens` is the engine's own count, null when it
     gave none. `prefill_tokens` is what it had to compute. Times are measured at the bridge, from acceptance.
-    `traceparent` is the client's trace (W3C Trace Context), empty if it named none."""
+    `traceparent` is the client's trace (W3C Trace Context), empty if it named none.
+
+    `ahead_own_tokens` and `ahead_others_tokens` are its turn in the fair queue: the prefill tokens that the engine was
+    given while it waited there, of its own tenant and of others (0: it did not wait; null: its turn never came)."""
 
     v: int
     request_id: str
@@ -384,6 +387,8 @@ class Outcome(msgspec.Struct, frozen=True):
     total_ms: _Figure
     ended_at: _At
     traceparent: str = ""
+    ahead_own_tokens: _Count | None = None
+    ahead_others_tokens: _Count | None = None
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):

@@ -132,6 +132,11 @@ def _happened(decision: DecisionRecord, outcome: Outcome | None, *, is_last: boo
         yield "  nothing of it was measured: its worker did not report, or the router ended it"
         return
     yield f"  waited {_ms(outcome.queue_wait_ms)}, first token after {_ms(outcome.ttft_ms)}"
+    if outcome.ahead_own_tokens or outcome.ahead_others_tokens:
+        yield (
+            f"  before its turn came, the engine was given {outcome.ahead_own_tokens} tokens of its own tenant and "
+            f"{outcome.ahead_others_tokens} of others"
+        )
     predicted = decision.predicted_cached_tokens
     if outcome.cached_tokens is None:
         yield f"  cached tokens: {predicted} predicted; the engine did not say how many"

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from ..bus.cancels import Cancels
-from .waiting import Waiting
+from .waiting import Ahead, Waiting
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -125,10 +125,12 @@ def charged_ms(foreseen_ms: float, prompt_tokens: int, foreseen_tokens: int, exp
 
 class Ticket:
     """A request that was let in. `has_turn`: it may go to the engine; `begin_by`: if it may not by then, it is given
-    back; `head_at`: when all prefill work that went there before it was done."""
+    back; `head_at`: when all prefill work that went there before it was done; `ahead`: what was given to the engine
+    while it waited for its turn."""
 
     __slots__ = (
         "accepted_at",
+        "ahead",
         "attempt",
         "begin_by",
         "client_request_id",
@@ -155,6 +157,7 @@ class Ticket:
         self.begin_by = now + offer.max_wait_ms / 1000 if offer.max_wait_ms > 0 else math.inf
         self.phase = Phase.ACCEPTED
         self.has_turn = False
+        self.ahead = Ahead(0, 0)
         self.head_at: float | None = None
         self.first_token_at: float | None = None
 
@@ -294,8 +297,9 @@ class Admission:
     def give_turn(self, uncached_tokens: int, now: float) -> bool:
         """`next_up` may go to the engine, with the tokens that have no KV by now; False if there is no room yet."""
         ticket = self.next_up()
-        if ticket is None or not self._line.begin_next(uncached_tokens):
+        if ticket is None or (ahead := self._line.begin_next(uncached_tokens)) is None:
             return False
+        ticket.ahead = ahead
         self._give_turn(ticket, now)
         return True
 

@@ -747,6 +747,8 @@ class Attempt:
             total_ms=(streams.clock.now() - self._began_at) * 1000,
             ended_at=streams.clock.wall(),
             traceparent=self._job.traceparent,
+            ahead_own_tokens=ticket.ahead.own_tokens if ticket.has_turn else None,
+            ahead_others_tokens=ticket.ahead.others_tokens if ticket.has_turn else None,
         )
 
 

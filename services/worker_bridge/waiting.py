@@ -16,7 +16,7 @@ Must not know: what a request is, clocks.   Units: tokens without KV here (at le
 Source: DESIGN 6 (Fair between tenants); M. Shreedhar and G. Varghese, Efficient Fair Queuing Using Deficit Round-Robin
 (1995)."""
 
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 K = TypeVar("K")
 Entry = tuple[str, int]
@@ -102,6 +102,22 @@ class _Fair(Generic[K, L]):
         return self.lines[name].head()[1] - self._earned[name]
 
 
+class Ahead(NamedTuple):
+    """What the engine was given while a request waited for its turn: of its own tenant, and of others."""
+
+    own_tokens: int
+    others_tokens: int
+
+
+class _Place(NamedTuple):
+    """Where a request waits, and what had been given when it came: in all, and of its tenant."""
+
+    tenant: str
+    is_warm: bool
+    given_tokens: int
+    given_own_tokens: int
+
+
 class Waiting:
     """`come` with each request; `next_up`, and `begin_next`, until there is no room; `left` when its prefill is over or
     it goes away. All is O(tenants that wait)."""
@@ -110,7 +126,10 @@ class Waiting:
         self.window_tokens = window_tokens
         self._begun: dict[str, int] = {}
         self._begun_tokens = 0
-        self._flows: dict[str, tuple[str, bool]] = {}
+        self._flows: dict[str, _Place] = {}
+        self._given_tokens = 0
+        # Of tenants that wait, since they do.
+        self._given_of: dict[str, int] = {}
         self._tenants: _Fair[str, _Fair[bool, _Flow]] = _Fair()
 
     def __repr__(self) -> str:
@@ -128,7 +147,8 @@ class Waiting:
         if not self._flows and self.has_room(tokens):
             self._begin(request_id, tokens)
             return True
-        self._flows[request_id] = tenant, is_warm
+        given_own_tokens = self._given_of.setdefault(tenant, 0)
+        self._flows[request_id] = _Place(tenant, is_warm, self._given_tokens, given_own_tokens)
         of_tenant = self._tenants.lines.get(tenant) or self._tenants.join(tenant, _Fair())
         flow = of_tenant.lines.get(is_warm) or of_tenant.join(is_warm, _Flow())
         flow.add(request_id, tokens)
@@ -138,15 +158,20 @@ class Waiting:
         """Whose turn it is, if there is room for it; it may cost less by now than when it came."""
         return self._tenants.head()[0] if self._tenants else None
 
-    def begin_next(self, tokens: int) -> bool:
-        """The next one goes to the engine, with that many tokens; False, and it stays, if there is no room."""
+    def begin_next(self, tokens: int) -> Ahead | None:
+        """The next one goes to the engine, with that many tokens, after this; None, and it stays, if there is no
+        room."""
         if not self.has_room(tokens):
-            return False
+            return None
         request_id = self._tenants.head()[0]
         self._tenants.pop(tokens)
-        del self._flows[request_id]
+        place = self._flows.pop(request_id)
+        own_tokens = self._given_of[place.tenant] - place.given_own_tokens
+        ahead = Ahead(own_tokens, self._given_tokens - place.given_tokens - own_tokens)
+        self._given_of[place.tenant] += tokens
+        self._forget_if_gone(place.tenant)
         self._begin(request_id, tokens)
-        return True
+        return ahead
 
     def left(self, request_id: str) -> None:
         """Its prefill is over, or it will never have one."""
@@ -154,12 +179,18 @@ class Waiting:
         if tokens is not None:
             self._begun_tokens -= tokens
             return
-        tenant, is_warm = self._flows.pop(request_id)
-        of_tenant = self._tenants.lines[tenant]
-        of_tenant.lines[is_warm].remove(request_id)
-        of_tenant.leave_if_empty(is_warm)
-        self._tenants.leave_if_empty(tenant)
+        place = self._flows.pop(request_id)
+        of_tenant = self._tenants.lines[place.tenant]
+        of_tenant.lines[place.is_warm].remove(request_id)
+        of_tenant.leave_if_empty(place.is_warm)
+        self._tenants.leave_if_empty(place.tenant)
+        self._forget_if_gone(place.tenant)
+
+    def _forget_if_gone(self, tenant: str) -> None:
+        if tenant not in self._tenants.lines:
+            del self._given_of[tenant]
 
     def _begin(self, request_id: str, tokens: int) -> None:
         self._begun[request_id] = tokens
         self._begun_tokens += tokens
+        self._given_tokens += tokens

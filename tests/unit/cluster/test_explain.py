@@ -144,6 +144,14 @@ def test_what_the_price_rests_on_is_told_where_it_is_not_plain() -> None:
     assert "In shadow, policy other/v2 would have chosen w3, balanced-cold." in text
 
 
+def test_what_went_before_it_in_the_fair_queue_is_told_if_anything_did() -> None:
+    waited = told(decision(), outcome(ahead_own_tokens=640, ahead_others_tokens=96))
+    at_once = told(decision(), outcome(ahead_own_tokens=0, ahead_others_tokens=0))
+
+    assert "the engine was given 640 tokens of its own tenant and 96 of others" in waited
+    assert "of others" not in at_once + told(decision(), outcome())
+
+
 def test_an_outcome_of_a_worker_that_was_not_chosen_is_not_what_happened() -> None:
     shown = told(decision(), outcome(), outcome(worker="evil", status="error", error="forged"))
 

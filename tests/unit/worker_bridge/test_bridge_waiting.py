@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixbus.worker_bridge.waiting import Waiting
+from prefixbus.worker_bridge.waiting import Ahead, Waiting
 
 
 def order(line: Waiting, tokens: dict[str, int]) -> list[str]:
@@ -123,7 +123,23 @@ def test_what_others_computed_meanwhile_is_not_counted_again() -> None:
         line.come(f"sibling{number}", "t", False, 8192)
     line.left("sibling0")
 
-    assert [line.begin_next(32) for _ in range(3)] == [True] * 3
+    assert all(line.begin_next(32) for _ in range(3))
+
+
+def test_what_went_before_a_request_is_told_by_whose_it_was() -> None:
+    """Where it stood in the fair queue, in tokens: what was with the engine when it came is not in it."""
+    line = Waiting(1)
+    line.come("busy", "x", False, 700)
+    for number, tenant in enumerate("aaab"):
+        line.come(f"{tenant}{number}", tenant, False, 100)
+    line.left("busy")
+
+    ahead = {}
+    while (request_id := line.next_up()) is not None:
+        ahead[request_id] = line.begin_next(100)
+        line.left(request_id)
+
+    assert ahead == {"a0": Ahead(0, 0), "b3": Ahead(0, 100), "a1": Ahead(100, 100), "a2": Ahead(200, 100)}
 
 
 @given(
@@ -179,6 +195,9 @@ class NobodyIsForgotten(RuleBasedStateMachine):
         self.number = 0
         self.waiting: dict[str, tuple[str, bool]] = {}
         self.begun: dict[str, int] = {}
+        # Tenants' tokens in the order in which they went to the engine, and how many there were when each came.
+        self.given: list[tuple[str, int]] = []
+        self.came_after: dict[str, int] = {}
 
     @rule(tenant=st.sampled_from("abc"), warm=st.booleans(), tokens=tokens)
     def comes(self, tenant: str, warm: bool, tokens: int) -> None:
@@ -187,8 +206,10 @@ class NobodyIsForgotten(RuleBasedStateMachine):
         if self.line.come(request_id, tenant, warm, tokens):
             assert not self.waiting
             self.begun[request_id] = tokens
+            self.given.append((tenant, tokens))
         else:
             self.waiting[request_id] = tenant, warm
+            self.came_after[request_id] = len(self.given)
 
     @precondition(lambda self: self.waiting)
     @rule(tokens=tokens)
@@ -197,9 +218,14 @@ class NobodyIsForgotten(RuleBasedStateMachine):
         assert request_id is not None
         flow = self.waiting[request_id]
         assert request_id == next(one for one, its in self.waiting.items() if its == flow)
-        if self.line.begin_next(tokens):
-            del self.waiting[request_id]
+        ahead = self.line.begin_next(tokens)
+        if ahead is not None:
+            tenant, _ = self.waiting.pop(request_id)
+            meanwhile = self.given[self.came_after[request_id] :]
+            assert ahead.own_tokens == sum(given for whose, given in meanwhile if whose == tenant)
+            assert ahead.others_tokens == sum(given for whose, given in meanwhile if whose != tenant)
             self.begun[request_id] = tokens
+            self.given.append((tenant, tokens))
         else:
             assert self.begun and sum(self.begun.values()) + tokens > 1000
 
