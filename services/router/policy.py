@@ -49,6 +49,8 @@ _BY_WARMTH: dict[Warmth, str] = {
 
 # Beyond it sums are infinite or nothing of a term is left in them, and no JSON has a word for that.
 _Ms = Annotated[float, Meta(ge=0, le=NO_LIMIT_MS)]
+# More digits than a float has are no weight that a record could be read with.
+_Tokens = Annotated[int, Meta(gt=0, le=1 << 40)]
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,10 +71,10 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # The longest queue a warm choice may wait in while somebody else's is shorter ...
     max_warm_wait_ms: _Ms = 2000.0
     # ... for an expected output up to this; longer ones get the share long_output_tokens / output of it.
-    long_output_tokens: Annotated[int, Meta(gt=0)] = 1024
+    long_output_tokens: _Tokens = 1024
     externality_cap: Annotated[float, Meta(ge=0, le=100)] = 4.0
     # Differences in cached tokens below this are not spoken of as leaving a warm worker.
-    min_reuse_tokens: Annotated[int, Meta(gt=0)] = 64
+    min_reuse_tokens: _Tokens = 64
     # A bridge whose true queue is longer than predicted by this much more than the runner-up's lead gives back.
     rechoose_ms: _Ms = 50.0
     # Nothing is pulled while the fleet is busier than this: the copy evicts what others need (facts/policy.md).

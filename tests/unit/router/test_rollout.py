@@ -99,6 +99,38 @@ def test_an_invalid_record_is_refused_in_words(role: Role, data: bytes) -> None:
         changed(FULL, role, data, CONFIGURED)
 
 
+HUGE = b"9" * 400
+WILD = [
+    b"[" * 100_000,
+    b'{"version": "\\ud800"}',
+    b'{"name": "no-such-policy"}',
+    b'{"weights": {}}',
+    b'{"new_kv_price": -0.1}',
+    b'{"least_loaded": 0}',
+    b'{"suspect_trust": 2}',
+    *(
+        b'{"%s": %s}' % (field, value)
+        for field in (b"home_bonus_ms", b"margin_ms")
+        for value in (b"-1", b"1e999", HUGE)
+    ),
+    *(
+        b'{"%s": %s}' % (field, value)
+        for field in (b"min_reuse_tokens", b"long_output_tokens")
+        for value in (b"0", b"-1", b"1.5", b"18446744073709551616", HUGE)
+    ),
+]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("data", WILD, ids=lambda data: data[:40].decode())
+def test_a_wild_weight_is_refused_and_what_was_in_force_stays(role: Role, data: bytes) -> None:
+    """One of 400 digits was taken, and no record of a decision by it could be read again."""
+    wrapped = {"active": data, "canary": b'{"share": 0.5, "policy": %s}' % data, "shadow": b'{"policy": %s}' % data}
+
+    with pytest.raises(ConfigInvalid):
+        changed(FULL, role, wrapped[role], CONFIGURED)
+
+
 def test_a_canary_without_a_share_is_refused() -> None:
     with pytest.raises(ConfigInvalid, match="share"):
         changed(FULL, "canary", b'{"policy": {}}', CONFIGURED)
