@@ -173,7 +173,8 @@ class CaptureSection(Section, frozen=True):
     """Whose requests are kept as they came, prompts and all, for `prefixbus replay --resend`; by default nobody's.
 
     What is kept is readable with the operator's key. `prefixbus provision` (or the next `up`) brings the stream to
-    these bounds; over either the oldest go first."""
+    these bounds; over either the oldest go first. The bytes are of all these tenants together, since a stream has no
+    bound for some of its subjects: one that sends much shortens how long the others' requests are kept."""
 
     tenants: tuple[str, ...] = ()
     ttl_s: Annotated[float, Meta(ge=1)] = 24 * 3600.0

@@ -62,6 +62,9 @@ async def test_the_engine_is_given_no_more_than_the_window_and_all_are_answered(
             assert (await here.outcome(job)).status == "ok"
         ended = [outcome.request_id for outcome in here.outcomes]
         assert ended == [job.request_id for job, _ in requests]
+        # What the engine had when they came is in nobody's turn.
+        went_before = [(outcome.ahead_own_tokens, outcome.ahead_others_tokens) for outcome in here.outcomes]
+        assert went_before == [(0, 0), (0, 0), (PROMPT, 0), (2 * PROMPT, 0), (3 * PROMPT, 0)]
         await here.until_idle(bridge)
 
 
@@ -95,6 +98,7 @@ async def test_a_request_that_ends_while_it_waits_leaves_nothing(here: World, ho
             case "cancelled":
                 await here.cancel(job)
                 await eventually(lambda: bool(answer.finals), "the end")
+                assert (await here.outcome(job)).ahead_own_tokens is None
             case "aborted":
                 assert (await here.abort(job)).error == ""
             case "past its deadline":
