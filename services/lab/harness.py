@@ -5,14 +5,17 @@
 Owns: the composition of a run, and its end.   Must not know: what is asked, which policy is good.
 Units: seconds on the timeline. Deterministic: equal arguments, equal results."""
 
+import functools
 from collections.abc import Callable
 
 from ..bus.errors import PrefixbusError
 from ..bus.messages import Outcome
+from ..directory.index import Index
 from ..directory.placement import PlacementRules
 from ..directory.shard import Settings, Shard
 from ..engine_sim.request import Request
 from .bounds import shared_pool
+from .false_index import FalseIndex
 from .lives import Lives
 from .results import Result, Sample, Served, WorkerTotals
 from .router import LOST_AFTER_S, Router
@@ -45,7 +48,8 @@ class World:
     def __init__(self, setup: Setup, workload: Workload, watch: Watch | None = None) -> None:
         self.setup = setup
         self.timeline = Timeline()
-        self.directory = Shard(Settings(placement=setup.placement or PlacementRules()))
+        make_index = functools.partial(FalseIndex, seed=setup.seed) if setup.false_directory else Index
+        self.directory = Shard(Settings(placement=setup.placement or PlacementRules()), make_index)
         self.wires = Wires(self.timeline, setup, self.directory)
         self._block_size = workload.block_size
         self._pool = shared_pool(setup, workload)

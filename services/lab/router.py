@@ -18,6 +18,7 @@ from ..router import policy
 from ..router.attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, pause_s
 from ..router.books import Books
 from ..router.cost import PROFILES
+from ..router.credit import Credit, said_blocks
 from ..router.fleet import Available, Fleet, Lost
 from ..router.holdings import corrected
 from ..router.learning import Learner
@@ -54,6 +55,7 @@ class Router:
         self.on_answer = on_answer
         self.fleet = Fleet(SUSPECT_AFTER_S, LOST_AFTER_S)
         self.books = Books(self.fleet)
+        self.credit = Credit()
         self.learner = Learner({MODEL: setup.model or PROFILES[setup.profile]})
         self.ordinals = itertools.count()
         self.in_hand: dict[str, _Request] = {}
@@ -69,14 +71,17 @@ class Router:
         if revision:
             arrival = msgspec.structs.replace(arrival, keys=keys_under(revision, arrival.keys))
         self.in_hand[request_id] = request = _Request(self, request_id, arrival, revision)
-        self.wires.look_up(Lookup(VERSION, request.route.ns_id, arrival.keys), request.looked_up)
+        if self.rule is not None or self.credit.may_ask():
+            self.wires.look_up(Lookup(VERSION, request.route.ns_id, arrival.keys), request.looked_up)
+        else:
+            request.looked_up(None)
 
     def decide(
         self,
         route: Route,
         arrival: Arrival,
         available: list[Available],
-        holdings: Holdings,
+        holdings: Holdings | None,
         shared_blocks: int,
         *,
         has_waited: bool = False,
@@ -163,6 +168,8 @@ class Router:
         self.in_flight.ended(outcome.request_id)
         request = self.in_hand.get(outcome.request_id)
         if request is not None:
+            if outcome.cached_tokens is not None:
+                request.found(outcome.attempt, outcome.cached_tokens // request.block_size)
             request.perform(request.attempts.outcome(outcome.attempt))
 
     def hear_first_token(self, request_id: str) -> None:
@@ -211,16 +218,18 @@ class _Request:
         )
         self._router = router
         self._arrival = arrival
-        self._holdings = Holdings(VERSION, [])
+        self._holdings: Holdings | None = None
         self._shared_blocks = 0
         self._asked_at = router.timeline.now
         self._told: dict[str, int] = {}
+        # Of the worker it was sent to.
+        self.block_size = 1
         self._decision: Decision | None = None
         self._stale: Accept | None = None
         # The wait for an answer that is under way; an earlier one's end says nothing.
         self._silence = 0
 
-    def looked_up(self, holdings: Holdings) -> None:
+    def looked_up(self, holdings: Holdings | None) -> None:
         if self.attempts.ended:
             return
         self._holdings = holdings
@@ -238,9 +247,16 @@ class _Request:
         elif accept.refused:
             if accept.refused == STALE_HIT:
                 self._told[accept.worker] = accept.held_blocks
+                self.found(accept.attempt, accept.held_blocks)
             self.perform(self.attempts.refused(accept.attempt, accept.refused))
         else:
             self.perform(self.attempts.accepted(accept.attempt))
+
+    def found(self, attempt: int, blocks: int) -> None:
+        """What there was of it, where it was sent."""
+        if attempt == self.attempts.attempt and self._decision is not None:
+            said = said_blocks(self._decision.ranking[0].candidate, self.route.prompt_tokens, self.block_size)
+            self._router.credit.heard(said, blocks, self._shared_blocks)
 
     def hear_withdrawn(self, withdrawn: Withdrawn) -> None:
         attempt = withdrawn.attempt
@@ -333,15 +349,16 @@ class _Request:
             is_one_late = any(life not in attempts.avoid for life in survey.late)
             return attempts.nobody_now(why, router.timeline.now) if is_one_late else attempts.nobody(why)
         holdings = self._holdings
-        if router.setup.predict_delay_s is not None:
+        if holdings is not None and router.setup.predict_delay_s is not None:
             now = router.timeline.now
             holdings = router.books.recent.complete(holdings, self.route.ns_id, self.route.keys, self._asked_at, now)
         for worker, depth in self._told.items():
-            holdings = corrected(holdings, worker, depth)
+            holdings = None if holdings is None else corrected(holdings, worker, depth)
         self._decision = decision = router.decide(
             self.route, self._arrival, available, holdings, self._shared_blocks, has_waited=attempts.has_waited
         )
         chosen = next(one.worker for one in available if one.name == decision.worker)
+        self.block_size = chosen.block_size
         return attempts.decided(decision.worker, chosen.incarnation)
 
     def _send(self) -> None:
@@ -384,7 +401,7 @@ class _Request:
 
     @property
     def _held_blocks(self) -> int:
-        return self._holdings.levels[0].depth if self._holdings.levels else 0
+        return self._holdings.levels[0].depth if self._holdings is not None and self._holdings.levels else 0
 
     def _announce(self, worker: str, expires_at: float, keys: bytes) -> None:
         announced = Dispatched(

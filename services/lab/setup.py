@@ -69,6 +69,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     # From an engine's step to the directory's index, and the share of event messages that never get there.
     event_delay_s: _Seconds = 0.005
     event_loss: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    # Whether the directory's index is wholly wrong: each answer names a worker that has nothing as having all.
+    false_directory: bool = False
     # Until the other routers hear of a dispatch; None: never.
     announce_delay_s: _Seconds | None = 0.005
     # Until the directory does; None: never, so that blocks count when they are there.

@@ -61,6 +61,7 @@ from . import cost, gains, journal, overload, policy
 from .addresses import Addresses
 from .attempts import QUEUE_TOO_LONG, RUNNING, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .books import Books
+from .credit import Credit, said_blocks
 from .fleet import Available, Fleet, Lost, Survey
 from .holdings import check, corrected
 from .learning import Learner
@@ -128,6 +129,8 @@ class Desk:
         self.addresses = Addresses(rt.bus.inbox_prefix, secrets.token_bytes(ADDRESS_KEY_BYTES))
         # By shard of the directory: one that hangs says nothing about another.
         self.patience = [Patience() for _ in range(rt.config.directory.shards)]
+        # The same of one that is wrong all the time.
+        self.credit = [Credit() for _ in range(rt.config.directory.shards)]
         self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.rollout = Rollout(self.configured)
         self.metrics = Metrics(rt.registry, rt.config.models)
@@ -282,6 +285,7 @@ class Request:
         self._known: Holdings | None = None
         self._shared_blocks = 0
         self._decision: Decision | None = None
+        self._block_size = 1
         # Of the worker it was last sent to; and why that is not one that holds more.
         self._pool = ""
         self._left_because = ""
@@ -337,6 +341,7 @@ class Request:
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
             elif accept.refused == STALE_HIT:
                 self._told[accept.worker] = accept.held_blocks
+                self._found(accept.attempt, accept.held_blocks)
             return self.attempts.refused(accept.attempt, accept.refused)
         else:
             effects = self.attempts.accepted(accept.attempt)
@@ -391,7 +396,19 @@ class Request:
         if outcome.attempt == self.attempts.attempt and outcome.cached_tokens is not None and decision is not None:
             saved_ms = gains.saved_prefill_ms(decision, outcome.prompt_tokens, outcome.cached_tokens)
             self._desk.metrics.gained(self._of_class(), saved_ms, gains.extra_queue_ms(decision))
+            self._found(outcome.attempt, outcome.cached_tokens // self._block_size)
         return self.attempts.outcome(outcome.attempt)
+
+    @property
+    def _credit(self) -> Credit:
+        credit = self._desk.credit
+        return credit[namespace.shard_of(self._route.ns_id, len(credit))]
+
+    def _found(self, attempt: int, blocks: int) -> None:
+        """What there was of the prompt, where it was sent."""
+        if attempt == self.attempts.attempt and self._decision is not None:
+            said = said_blocks(self._decision.ranking[0].candidate, self._route.prompt_tokens, self._block_size)
+            self._credit.heard(said, blocks, self._shared_blocks)
 
     async def run(self) -> None:
         remaining_s = self._route.deadline_at - self._desk.clock.wall()
@@ -476,7 +493,7 @@ class Request:
         started_at = self._asked_at = desk.clock.now()
         shard = namespace.shard_of(route.ns_id, len(desk.patience))
         patience = desk.patience[shard]
-        if not patience.may_ask(started_at):
+        if not patience.may_ask(started_at) or not self._credit.may_ask():
             desk.metrics.lookups_skipped.inc()
             return None
         try:
@@ -530,6 +547,7 @@ class Request:
         self._decision = decision
         chosen = next(one.worker for one in available if one.name == decision.worker)
         excluded = survey.excluded | {worker: gains.TRIED for worker, _ in attempts.avoid}
+        self._block_size = chosen.block_size
         self._pool = chosen.load.pool
         self._left_because = gains.left_because(
             decision,

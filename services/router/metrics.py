@@ -94,7 +94,7 @@ class Metrics:
         )
         self.lookups_skipped = Counter(
             "prefixbus_router_lookups_skipped",
-            "Requests decided blind without asking: the directory had left the last few without an answer.",
+            "Requests decided blind without asking: the directory had not answered the last few, or had been wrong.",
             registry=registry,
         )
         self.decide_us = Histogram(

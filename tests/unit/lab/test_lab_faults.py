@@ -11,6 +11,7 @@ from prefixbus.lab import synthetic
 from prefixbus.lab.harness import World, run
 from prefixbus.lab.results import Result, Served
 from prefixbus.lab.router import LOST_AFTER_S
+from prefixbus.lab.rules import ruled
 from prefixbus.lab.setup import Failure, Setup, Upgrade
 from prefixbus.lab.workload import Arrival, Workload, keys_under
 
@@ -213,3 +214,49 @@ def test_an_upgrade_goes_on_while_workers_fail() -> None:
 
 def keys(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
+
+
+# --- a directory that is wrong about everything
+
+AFTER = 0.2
+"""Of a run: the share in which the directory is found out."""
+
+WRONGED = {
+    "documents": synthetic.zipf_prefixes(rate=40, count=600, prefixes=50),
+    "traffic that never repeats": synthetic.never_repeating(rate=30, count=500),
+    "sessions": synthetic.sessions(sessions=100, turns=5, seconds=60),
+    "one hot document": synthetic.hot_and_cold(hot_rate=40, cold_rate=4, seconds=15),
+}
+
+
+def mean_later(result: Result) -> float:
+    later = result.served[int(AFTER * len(result.served)) :]
+    return sum(one.ttft_ms or 0.0 for one in later) / len(later)
+
+
+@pytest.mark.parametrize("load", WRONGED.values(), ids=WRONGED.keys())
+def test_a_wholly_wrong_directory_is_no_worse_than_round_robin_after_its_first_misses(load: Workload) -> None:
+    """Round robin has luck, too: a hundredth of its mean is what another seed changes."""
+    in_turn = run(Setup(policy=ruled("round-robin")), load)
+
+    wronged = run(Setup(false_directory=True), load)
+
+    assert mean_later(wronged) <= 1.01 * mean_later(in_turn)
+    assert wronged.decisions["blind"] > len(load.arrivals) / 2
+    assert wronged.leftovers == []
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(Setup(event_delay_s=10.0), id="10 s late"),
+        pytest.param(Setup(event_loss=0.05), id="one message in twenty lost"),
+        pytest.param(Setup(kv_tokens=1 << 16), id="tiny caches"),
+        pytest.param(Setup(kv_tokens=1 << 16, event_delay_s=10.0), id="tiny caches, 10 s late"),
+        pytest.param(Setup(failures=(Failure(5.0, "w0", 5.0), Failure(6.0, "w1", 5.0))), id="workers that fail"),
+    ],
+)
+def test_a_directory_that_means_well_is_believed(faults: Setup) -> None:
+    result = run(faults, WRONGED["documents"])
+
+    assert "blind" not in result.decisions
