@@ -9,11 +9,14 @@ Owns: the format.   Must not know: where lines come from, workers.   Units: as w
 Source: Mooncake (FAST'25) traces."""
 
 import functools
+import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from ..bus.errors import ConfigInvalid
 from .workload import Arrival, Workload, seed_of
@@ -22,12 +25,12 @@ _hash = xxhash.xxh3_64_intdigest
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A request of a trace; fields that are not named here are not looked at."""
+    """A request of a trace; fields that are not named here are not looked at. Ids are 64 bits with their sign."""
 
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    timestamp: Annotated[float, Meta(ge=0, le=1e15)]
+    input_length: Annotated[int, Meta(ge=1, le=1 << 32)]
+    output_length: Annotated[int, Meta(ge=0, le=1 << 32)]
+    hash_ids: list[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
     tenant: str = "acme"
     prefix_class: str = msgspec.field(default="session", name="class")
 
@@ -35,10 +38,31 @@ class Line(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Line)
 
 
-def load(lines: Iterable[bytes | str], trace_block: int, block_size: int = 0) -> Workload:
+def read(lines: Iterable[bytes | str], trace_block: int, first: int = 0) -> Iterator[Line]:
+    """A trace's lines, as they stand; of `first` requests only (0: all).
+
+    :raises ConfigInvalid: a line is not of this format, or has not as many ids as blocks of `trace_block` tokens."""
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for number, line in itertools.islice(numbered, first or None):
+        try:
+            one = _decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            raise ConfigInvalid(str(exc), field=f"line {number}", remedy="Correct the trace.") from exc
+        full, ids = one.input_length // trace_block, len(one.hash_ids)
+        # The last block need not be full, and may have an id or not.
+        if not full <= ids <= -(-one.input_length // trace_block):
+            raise ConfigInvalid(
+                f"{ids} ids are not those of {one.input_length} tokens in blocks of {trace_block}.",
+                field=f"line {number}",
+                remedy="Say how many tokens an id stands for (--trace-block), or correct the trace.",
+            )
+        yield one
+
+
+def load(lines: Iterable[bytes | str], trace_block: int, block_size: int = 0, first: int = 0) -> Workload:
     """A trace whose ids stand for `trace_block` tokens each, for engines with blocks of `block_size` (0: the same).
 
-    :raises ConfigInvalid: a line is not of this format, or blocks do not fit into the trace's."""
+    :raises ConfigInvalid: as `read`, or blocks do not fit into the trace's."""
     block_size = block_size or trace_block
     if trace_block % block_size:
         raise ConfigInvalid(
@@ -55,13 +79,7 @@ def load(lines: Iterable[bytes | str], trace_block: int, block_size: int = 0) ->
         )
 
     arrivals = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            one = _decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-            raise ConfigInvalid(str(exc), field=f"line {number}", remedy="Correct the trace.") from exc
+    for one in read(lines, trace_block, first):
         seed = seed_of(one.tenant)
         keys = b"".join([keys_of_id(block, seed) for block in one.hash_ids])
         full = one.input_length // block_size
