@@ -1270,7 +1270,7 @@ async def are_stored(operator: Bus, subject: str, count: int) -> bool:
     return bool((info.state.subjects or {}).get(subject, 0) >= count)
 
 
-@pytest.mark.parametrize("attempt", [2, 3, 1 << 62])
+@pytest.mark.parametrize("attempt", [2, 3, 1 << 40])
 async def test_a_bridge_that_refused_cannot_end_what_another_one_has(world: World, attempt: int) -> None:
     liar, honest = await world.bridge("w1"), await world.bridge("w2")
     liar.answer = lambda dispatch: "draining"
