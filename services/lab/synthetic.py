@@ -176,6 +176,89 @@ def burst(
     )
 
 
+def long_documents(
+    *,
+    rate: float,
+    count: int = 200,
+    documents: int = 4,
+    document_tokens: int = 40_000,
+    question_tokens: int = 200,
+    output_tokens: int = 100,
+    block_size: int = 32,
+    seed: int = 0,
+) -> Workload:
+    """`count` questions to one long document (class `first`), then as many to `documents` others, evenly drawn (class
+    `others`)."""
+    chance, names = Chance(seed, "long documents"), _Names()
+    arrivals = []
+    for number, at in enumerate(_poisson(chance, rate, 2 * count)):
+        is_first = number < count
+        asked = [
+            Segment(1 if is_first else 2 + chance.below(documents), document_tokens),
+            Segment(names.new(), _around(chance, question_tokens)),
+        ]
+        output = _around(chance, output_tokens)
+        arrivals.append(_arrival(at, asked, output, block_size, "first" if is_first else "others"))
+    return _mixed(arrivals, block_size=block_size)
+
+
+def hot_worker(
+    *,
+    rate: float,
+    seconds: float,
+    documents: int = 6,
+    root_tokens: int = 12_000,
+    document_tokens: int = 4000,
+    question_tokens: int = 200,
+    output_tokens: int = 100,
+    block_size: int = 32,
+    seed: int = 0,
+) -> Workload:
+    """Documents with one long beginning, which gather on the worker that has it while they are asked for one by one
+    (class `gathering`), and then are all wanted at once (class `hot`)."""
+    chance, names = Chance(seed, "hot worker"), _Names()
+
+    def asked(at: float, document: int, prefix_class: str) -> Arrival:
+        said = [
+            Segment(1, root_tokens),
+            Segment(2 + document, document_tokens),
+            Segment(names.new(), _around(chance, question_tokens)),
+        ]
+        return _arrival(at, said, _around(chance, output_tokens), block_size, prefix_class)
+
+    gathering = [asked(2.0 * document, document, "gathering") for document in range(documents)]
+    begins_at = 2.0 * documents + 5.0
+    hot = [asked(begins_at + at, chance.below(documents), "hot") for at in _poisson(chance, rate, int(rate * seconds))]
+    return _mixed(gathering, hot, block_size=block_size)
+
+
+def asked_again(
+    *,
+    documents: int,
+    gap_s: float = 10.0,
+    document_tokens: int = 16_000,
+    busy_tokens: int = 0,
+    question_tokens: int = 200,
+    output_tokens: int = 50,
+    block_size: int = 32,
+    seed: int = 0,
+) -> Workload:
+    """A document every `gap_s` (class `first`), and 5 s later a question to it (class `again`): a local hit. With
+    `busy_tokens` its holder is busy just then with so much new text after the same document (class `busy`): what is
+    held is held elsewhere, to be waited for, computed again, or pulled (a remote hit)."""
+    chance, names = Chance(seed, "asked again"), _Names()
+    arrivals = []
+    for number in range(documents):
+        at, document = number * gap_s, Segment(names.new(), document_tokens)
+        arrivals.append(_arrival(at, [document], output_tokens, block_size, "first"))
+        if busy_tokens:
+            long_one = [document, Segment(names.new(), busy_tokens)]
+            arrivals.append(_arrival(at + 5.0, long_one, output_tokens, block_size, "busy"))
+        question = Segment(names.new(), _around(chance, question_tokens))
+        arrivals.append(_arrival(at + 5.05, [document, question], output_tokens, block_size, "again"))
+    return _mixed(arrivals, block_size=block_size)
+
+
 def _around(chance: Chance, mean: int) -> int:
     """Evenly from half of it to one and a half times it."""
     return max(1, mean // 2 + chance.below(mean + 1))
