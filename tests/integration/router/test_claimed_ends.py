@@ -59,6 +59,8 @@ async def test_what_a_worker_has_begun_that_was_given_up_is_left_to_it(world: Wo
     assert await claims(bridge)
     request = router.desk.in_hand["R1"]
     await eventually(lambda: request.attempts.state is State.ASKING, "the router finds that it has begun")
+    heard = len(answer.keepalives)
+    await eventually(lambda: len(answer.keepalives) > heard, "its client hears that somebody is there")
     assert answer.ends == []
 
     await bridge.start_answer(bridge.dispatches[0])
