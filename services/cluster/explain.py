@@ -18,9 +18,44 @@ _COUNTS = ("cached_tokens", "free_tokens", "pinned_tokens")
 _SUMS = ("ttft_ms", "cost_ms")
 
 
+class Told(msgspec.Struct, frozen=True):
+    """A decision joined with what came of it, in the names that people outside use (DESIGN 10). What is null was not
+    measured, or is not in the journal."""
+
+    request_id: str
+    attempt: int
+    model: str
+    prefix_key: str
+    selected_worker: str
+    candidate_workers: list[str]
+    predicted_cached_tokens: int
+    actual_cached_tokens: int | None
+    queue_wait_ms: float | None
+    prefill_tokens: int | None
+    decision: str
+
+
 def document(records: Records) -> bytes:
-    """The records themselves, as one JSON object."""
-    return msgspec.json.format(msgspec.json.encode(records))
+    """One JSON object: the records themselves, and each decision in short with its outcome (`told`)."""
+    outcomes = {(one.request_id, one.attempt, one.worker): one for one in records.outcomes}
+    told = [_told(one, outcomes.get((one.request_id, one.attempt, one.selected_worker))) for one in records.decisions]
+    return msgspec.json.format(msgspec.json.encode({"told": told, **msgspec.to_builtins(records)}))
+
+
+def _told(decision: DecisionRecord, outcome: Outcome | None) -> Told:
+    return Told(
+        request_id=decision.request_id,
+        attempt=decision.attempt,
+        model=decision.model,
+        prefix_key=decision.prefix_key,
+        selected_worker=decision.selected_worker,
+        candidate_workers=[one.worker for one in decision.candidate_workers],
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        actual_cached_tokens=outcome.cached_tokens if outcome else None,
+        queue_wait_ms=outcome.queue_wait_ms if outcome else None,
+        prefill_tokens=outcome.prefill_tokens if outcome else None,
+        decision=decision.decision,
+    )
 
 
 def story(records: Records, others: Sequence[str]) -> Iterator[RenderableType]:

@@ -1,6 +1,7 @@
 """What `prefixbus explain` says of records."""
 
 import io
+import json
 import random
 from typing import Any
 
@@ -142,6 +143,31 @@ def test_what_the_price_rests_on_is_told_where_it_is_not_plain() -> None:
     assert "320 tokens were to come from w7 in 12.5 ms." in text
     assert "said to hold 20 blocks, 5 of them announced and not there yet; 50% of that was believed" in text
     assert "In shadow, policy other/v2 would have chosen w3, balanced-cold." in text
+
+
+def test_a_decision_and_its_outcome_are_one_record_to_programs() -> None:
+    """In the names of DESIGN 10; a later attempt that has no outcome yet has nulls."""
+    first, second = decision(), decision(attempt=2, selected_worker="w3")
+
+    document = json.loads(explain.document(Records([first, second], [outcome()])))
+
+    assert document["told"][0] == {
+        "request_id": "R1",
+        "attempt": 1,
+        "model": "m",
+        "prefix_key": first.prefix_key,
+        "selected_worker": "w2",
+        "candidate_workers": [one.worker for one in first.candidate_workers],
+        "predicted_cached_tokens": first.predicted_cached_tokens,
+        "actual_cached_tokens": 3200,
+        "queue_wait_ms": 2.5,
+        "prefill_tokens": 800,
+        "decision": first.decision,
+    }
+    not_known = {name for name, value in document["told"][1].items() if value is None}
+    assert not_known == {"actual_cached_tokens", "queue_wait_ms", "prefill_tokens"}
+    assert [one["attempt"] for one in document["decisions"]] == [1, 2]
+    assert len(document["outcomes"]) == 1
 
 
 def test_what_went_before_it_in_the_fair_queue_is_told_if_anything_did() -> None:
