@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock fmt lint test-unit test demo up bench clean
+.PHONY: help setup lock fmt lint test-unit test demo up bench acceptance clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ up: setup ## a cluster in the foreground, state in .prefixbus
 
 bench: setup ## one JSON line a bench; ONLY=name,name for some
 	$(BIN)/python -m tests.bench $(ONLY)
+
+acceptance: setup ## the policy on recorded traffic; resumable, up to 90 minutes; QUICK=1: two; DATA=folder of traces
+	$(BIN)/python -m tests.acceptance $(if $(QUICK),--quick) $(if $(DATA),--data $(DATA))
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

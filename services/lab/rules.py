@@ -1,8 +1,8 @@
 """Rules that other routers choose by, to compare with: each as its authors publish it, and no weaker.
 
-What a rule looks at is better here than where it comes from: hits are those of the production directory, with what
-was dispatched and is not there yet, and not of an approximate tree; queues are those that bridges report. So what is
-compared is the rule alone.
+What a rule looks at is no worse here than where it comes from: hits are those of the production directory and not of
+an approximate tree, and queues are those that bridges report. Where a router keeps a tree of what it sent, a hit is
+what was dispatched, too; where it goes by engines' events alone, so does the rule. So what is compared is the rule.
 
 Owns: the rules by name, their parameters and where these come from.
 Must not know: wires, engines, how their knowledge is kept.   Units: tokens, ms, seconds."""
@@ -181,7 +181,10 @@ class _Threshold:
 
 
 class _Overlap:
-    """Least of weight x blocks to prefill + blocks in use, both with this request counted in."""
+    """Least of weight x blocks to prefill + blocks in use, both with this request counted in. Hits are those that
+    engines reported: what was sent and is not reported yet is work to its router, and no hit."""
+
+    SEES_ANNOUNCED = False
 
     def __init__(self, weight: float, _seed: int) -> None:
         self._weight = weight
@@ -191,12 +194,18 @@ class _Overlap:
         size = request.block_size
 
         def logit(one: Candidate) -> tuple[float, int, str]:
-            uncached = request.prompt_tokens - one.cached_tokens
-            prefill = (books.prefill_tokens(one.worker) + uncached) / size
+            cached = one.cached_tokens if self.SEES_ANNOUNCED else _reported_tokens(one, size)
+            prefill = (books.prefill_tokens(one.worker) + request.prompt_tokens - cached) / size
             used = books.blocks_with(one.worker, sight.keys, request.prompt_tokens, size)
             return self._weight * prefill + used, books.placed_tokens(one.worker), one.worker
 
         return min(sight.candidates, key=logit).worker
+
+
+class _OverlapAnnounced(_Overlap):
+    """The same with what it lacks: what was sent counts as held."""
+
+    SEES_ANNOUNCED = True
 
 
 class _ExploitExplore:
@@ -256,6 +265,11 @@ def compute_ms(request: RequestShape, candidate: Candidate) -> float:
     )
 
 
+def _reported_tokens(one: Candidate, block_size: int) -> int:
+    """Of what it finds there, what its engine has reported."""
+    return min(one.cached_tokens, (one.held_blocks - one.announced_blocks) * block_size)
+
+
 def _longest(candidates: list[Candidate]) -> list[Candidate]:
     most = max(one.cached_tokens for one in candidates)
     return [one for one in candidates if one.cached_tokens == most]
@@ -283,6 +297,9 @@ RULES: dict[str, Source] = {
     ),
     "overlap": Source(
         _Overlap, 1, "weight", "overlap minus load in blocks, as NVIDIA Dynamo's router: weight 1, temperature 0"
+    ),
+    "overlap-announced": Source(
+        _OverlapAnnounced, 1, "weight", "the same, given what of our own router helps it most: announced placements"
     ),
     "exploit-explore": Source(
         _ExploitExplore, 2, "imbalance", "Preble's E2: exploit when more is cached than remains, else explore"

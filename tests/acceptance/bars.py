@@ -1,0 +1,114 @@
+"""What the policy must reach on the study's figures, and whether it does.
+
+Owns: the bars.   Must not know: how figures are measured or shown.   Source: DESIGN 12."""
+
+from typing import NamedTuple
+
+from . import plan
+from .cells import OURS
+from .compare import Known, Spread, figure
+
+# Rules of the bar "published": each at its published default.
+AGAINST = ("round-robin", "least-loaded", "threshold", "overlap", "exploit-explore", "consistent-hash")
+# Mean TTFT to the best overlap weight of the row, at most.
+TUNED = {"conv x1": 0.98, "conv x3": 1.01, "conv x5": 0.95, "syn x1": 1.01, "syn x6": 0.95, "syn x7": 0.92}
+
+
+class Bar(NamedTuple):
+    """`measured` to `limit`; at most that, or at least if `is_floor`. None: there is no figure, a run never ended."""
+
+    what: str
+    limit: float
+    measured: float | None
+    is_floor: bool = False
+
+    @property
+    def holds(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured >= self.limit if self.is_floor else self.measured <= self.limit
+
+
+def bars(tables: list[plan.Table], measured: Known) -> list[Bar]:
+    """Those whose tables are among these."""
+    by_key = {table.key: table for table in tables}
+    some: list[Bar] = []
+    if "published" in by_key:
+        some += _published(by_key["published"], measured)
+    if "overlap" in by_key:
+        some += _tuned(by_key["overlap"], measured)
+    for key, column, limit in (
+        ("routers", "8", 1.05),
+        ("events", "10 s late", 1.05),
+        ("estimate", "x0.5", 1.05),
+        ("estimate", "x2", 1.05),
+    ):
+        if key in by_key:
+            some += _columns(by_key[key], column, limit, measured)
+    if "scenarios" in by_key:
+        some += _scenarios(by_key["scenarios"], measured)
+    return some
+
+
+def _ratio(one: Spread | None, other: Spread | None) -> float | None:
+    """Of two means; a baseline that never ends is beaten by any."""
+    if one is None:
+        return None
+    return 0.0 if other is None else one.mean / other.mean
+
+
+def _published(table: plan.Table, measured: Known) -> list[Bar]:
+    row, columns = dict(table.rows)["conv x1"], dict(table.columns)
+    return [
+        Bar(
+            f"conv x1, {name} TTFT to {other}",
+            limit,
+            _ratio(
+                figure(table, row, columns[OURS], name, measured), figure(table, row, columns[other], name, measured)
+            ),
+        )
+        for other in AGAINST
+        for name, limit in (("mean", 0.86), ("p95", 0.91))
+    ]
+
+
+def _tuned(table: plan.Table, measured: Known) -> list[Bar]:
+    some = []
+    for label, limit in TUNED.items():
+        row = dict(table.rows)[label]
+        ours, *others = [figure(table, row, column, "mean", measured) for _, column in table.columns]
+        best = min((one for one in others if one is not None), key=lambda one: one.mean, default=None)
+        some.append(Bar(f"{label}, mean TTFT to overlap at its best weight", limit, _ratio(ours, best)))
+    return some
+
+
+def _columns(table: plan.Table, column: str, limit: float, measured: Known) -> list[Bar]:
+    """Each row's mean under a fault, to that without."""
+    columns = dict(table.columns)
+    first = table.columns[0][1]
+    return [
+        Bar(
+            f"{label}, {table.key} {column}: mean TTFT to {table.columns[0][0]}",
+            limit,
+            _ratio(figure(table, row, columns[column], "mean", measured), figure(table, row, first, "mean", measured)),
+        )
+        for label, row in table.rows
+        if table.key != "estimate" or not label.startswith("tau")
+    ]
+
+
+def _scenarios(table: plan.Table, measured: Known) -> list[Bar]:
+    rows, columns = dict(table.rows), dict(table.columns)
+
+    def of(label: str, policy: str, name: str) -> Spread | None:
+        return figure(table, rows[label], columns[policy], name, measured)
+
+    hot, new, sessions = "one hot prefix, near saturation", "never repeats", "sessions, one system prompt"
+    reuse, imbalance = of(sessions, OURS, "reuse"), of(sessions, OURS, "imbalance")
+    return [
+        Bar(f"{hot}: mean to round-robin", 1.0, _ratio(of(hot, OURS, "mean"), of(hot, "round-robin", "mean"))),
+        Bar(f"{hot}: p95 to round-robin", 1.0, _ratio(of(hot, OURS, "p95"), of(hot, "round-robin", "p95"))),
+        Bar(f"{new}: mean to least-loaded", 1.01, _ratio(of(new, OURS, "mean"), of(new, "least-loaded", "mean"))),
+        Bar(f"{sessions}: token reuse", 0.82, reuse.mean if reuse else None, is_floor=True),
+        Bar(f"{sessions}: busiest worker to mean", 2.0, imbalance.mean if imbalance else None),
+    ]

@@ -1,0 +1,141 @@
+"""One run of the acceptance study: its circumstances, and what is kept of it.
+
+Owns: what a cell is, how it is run, its name on disk.   Must not know: which cells there are, what they mean."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prefixbus.engine_sim.profile import PRESETS
+from prefixbus.lab import synthetic, traces
+from prefixbus.lab.figures import Figures, figures
+from prefixbus.lab.harness import NeverEnds, run
+from prefixbus.lab.rules import ruled
+from prefixbus.lab.setup import Setup
+from prefixbus.lab.workload import Workload
+from prefixbus.router.cost import PROFILES, PrefillModel
+from prefixbus.router.policy import Policy
+
+OURS = "prefix-aware"
+SERVICES = Path(__file__).resolve().parents[2] / "services"
+
+# Recorded traffic: its file, and the tokens of a block.
+TRACES = {
+    "conv": ("mooncake_conversation.jsonl", 512),
+    "syn": ("mooncake_synthetic.jsonl", 512),
+    "tau": ("tau_airline.jsonl", 16),
+}
+
+
+def several_documents(seed: int) -> Workload:
+    """200 questions to each of five documents of 40,000 tokens, one document after the other."""
+    parts = [
+        synthetic.hot_and_cold(
+            hot_rate=20, cold_rate=0.001, seconds=10, hot_tokens=40_000, question_tokens=100, seed=5 * seed + number
+        )
+        for number in range(5)
+    ]
+    whole = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        whole += Workload([_told_apart(arrival, number, 12.0 * number) for arrival in part.arrivals], part.block_size)
+    return whole
+
+
+def _told_apart(arrival: Any, number: int, later_s: float) -> Any:
+    """Another document: the same lengths, no block in common."""
+    mark = number.to_bytes(8, "little")
+    keys = b"".join(
+        bytes(a ^ b for a, b in zip(arrival.keys[at : at + 8], mark, strict=True))
+        for at in range(0, len(arrival.keys), 8)
+    )
+    return msgspec.structs.replace(arrival, at=arrival.at + later_s, keys=keys)
+
+
+SCENARIOS: dict[str, Callable[[int], Workload]] = {
+    "one hot prefix, near saturation": lambda seed: synthetic.zipf_prefixes(
+        rate=95, count=2000, prefixes=100, exponent=1.2, seed=seed
+    ),
+    "never repeats": lambda seed: synthetic.never_repeating(rate=25, count=1500, seed=seed),
+    "sessions, one system prompt": lambda seed: synthetic.sessions(sessions=160, turns=8, seconds=60, seed=seed),
+    "one document, 200 requests at once": lambda _seed: synthetic.burst(count=200, prompt_tokens=40_000),
+    "five documents in turn": several_documents,
+    "hot documents and rare cold requests": lambda seed: synthetic.hot_and_cold(
+        hot_rate=60, cold_rate=2, seconds=30, seed=seed
+    ),
+}
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """`setup` holds fields of `Setup` as JSON has them, `weights` those of the policy. `estimate`: routers take prefill
+    for so many times as long as it takes, and do not learn better."""
+
+    traffic: str
+    speed: float = 1.0
+    policy: str = OURS
+    weights: dict[str, Any] = {}
+    setup: dict[str, Any] = {}
+    estimate: float = 1.0
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:24]
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """`figures` is null where the run never ended. `ttft_ms`: its quantiles at 0, 0.5 .. 100 %."""
+
+    cell: Cell
+    figures: Figures | None
+    ttft_ms: list[float]
+
+
+def code_digest() -> str:
+    """Of all that a figure can depend on: what was measured with other code is measured again."""
+    digest = hashlib.sha256()
+    for path in [*sorted(SERVICES.rglob("*.py")), Path(__file__)]:
+        if path.relative_to(SERVICES.parent).parts[1] not in ("cluster", "auditor", "tokenizer"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=4)
+def recorded(data: Path, name: str) -> Workload:
+    file, block = TRACES[name]
+    with (data / file).open("rb") as lines:
+        return traces.load(lines, block)
+
+
+def measure(cell: Cell, data: Path) -> Measured:
+    if cell.traffic in TRACES:
+        asked = recorded(data, cell.traffic).faster(cell.speed)
+    else:
+        asked = SCENARIOS[cell.traffic](cell.seed).faster(cell.speed)
+    setup = msgspec.convert({**cell.setup, "seed": cell.seed}, Setup)
+    policy = Policy(**cell.weights) if cell.policy == OURS else ruled(cell.policy)
+    changes: dict[str, Any] = {"policy": policy}
+    if cell.estimate != 1.0:
+        changes |= {"model": _scaled(PROFILES[setup.profile], cell.estimate), "learns": False}
+    setup = msgspec.structs.replace(setup, **changes)
+    try:
+        result = run(setup, asked.jittered(cell.seed))
+    except NeverEnds:
+        return Measured(cell=cell, figures=None, ttft_ms=[])
+    if result.leftovers:
+        raise AssertionError(f"{cell}: {result.leftovers}")
+    ordered = sorted(one.ttft_ms for one in result.served if one.ttft_ms is not None)
+    quantiles = [ordered[min(len(ordered) - 1, len(ordered) * step // 200)] for step in range(201)]
+    return Measured(cell=cell, figures=figures(result, PRESETS[setup.profile], asked.block_size), ttft_ms=quantiles)
+
+
+def _scaled(model: PrefillModel, factor: float) -> PrefillModel:
+    return msgspec.structs.replace(
+        model,
+        fixed_ms=model.fixed_ms * factor,
+        token_ms=model.token_ms * factor,
+        attention_ms=model.attention_ms * factor,
+    )

@@ -1,0 +1,204 @@
+"""What is compared with what: the tables of the study.
+
+Owns: which runs there are and what question each table answers.   Must not know: how they are run or drawn."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .cells import OURS, Cell
+
+Fields = dict[str, Any]
+Axis = list[tuple[str, Fields]]
+
+
+class Table(NamedTuple):
+    """Rows are circumstances, columns what is compared; both are fields of `Cell`, `setup` and `weights` are merged."""
+
+    key: str
+    title: str
+    question: str
+    rows: Axis
+    columns: Axis
+    seeds: int = 1
+    shows: tuple[str, ...] = ("mean", "p95")
+
+    def cells_of(self, row: Fields, column: Fields) -> list[Cell]:
+        return [Cell(**_merged(row, column), seed=seed) for seed in range(self.seeds)]
+
+    def cells(self) -> Iterator[Cell]:
+        for _, row in self.rows:
+            for _, column in self.columns:
+                yield from self.cells_of(row, column)
+
+
+def _merged(one: Fields, other: Fields) -> Fields:
+    merged = {**one, **other}
+    for name in ("setup", "weights"):
+        if name in one and name in other:
+            merged[name] = {**one[name], **other[name]}
+    return merged
+
+
+def _traffic(name: str, *speeds: float) -> Axis:
+    return [(f"{name} x{speed:g}", {"traffic": name, "speed": speed}) for speed in speeds]
+
+
+def _policies(*names: str) -> Axis:
+    return [(name, {"policy": name}) for name in names]
+
+
+OURS_ALONE = _policies(OURS)
+PUBLISHED = (
+    "round-robin",
+    "random",
+    "least-loaded",
+    "least-requests",
+    "power-of-two",
+    "consistent-hash",
+    "longest-hit",
+    "threshold",
+    "overlap",
+    "exploit-explore",
+)
+OVERLAP = tuple(f"overlap:{weight}" for weight in (1, 2, 4, 8, 16, 32, 64))
+OTHER_TUNINGS = (
+    *(f"consistent-hash:{blocks}" for blocks in (2, 4, 8)),
+    *(f"threshold:{share}" for share in (0.1, 0.5, 0.7)),
+    *(f"exploit-explore:{imbalance}" for imbalance in (1.25, 1.5, 4)),
+)
+# Where a bar is set: from light load to the last load that is no collapse.
+REAL = [*_traffic("conv", 1, 3, 5), *_traffic("syn", 1, 6, 7), *_traffic("tau", 1, 20)]
+APART = [*_traffic("conv", 1, 5), *_traffic("syn", 6, 7), *_traffic("tau", 20)]
+CACHE_SIZES = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)
+
+TABLES = [
+    Table(
+        "published",
+        "Against rules as they are published",
+        "One setting of ours for all traffic, against each rule at its published default.",
+        REAL,
+        _policies(OURS, *PUBLISHED, "oracle"),
+        seeds=3,
+    ),
+    Table(
+        "overlap",
+        "Against overlap-minus-load, tuned for each row",
+        "The weight that suits a row best is known only afterwards; here it is.",
+        REAL,
+        _policies(OURS, *OVERLAP),
+        seeds=3,
+    ),
+    Table(
+        "tuned",
+        "Other rules, tuned",
+        "What their parameters can do.",
+        APART,
+        _policies(OURS, *OTHER_TUNINGS),
+    ),
+    Table(
+        "load",
+        "Load",
+        "From idle to collapse: where is the knee?",
+        [*_traffic("conv", 0.5, 1, 2, 3, 4, 5, 6), *_traffic("syn", 0.5, 1, 2, 4, 6, 7, 8)],
+        _policies(OURS, "round-robin", "least-loaded", "threshold", "overlap", "overlap:64", "exploit-explore"),
+    ),
+    Table(
+        "cache",
+        "Cache size",
+        "A quarter and four times the KV of each worker.",
+        [
+            (f"{name}, {tokens >> 10}k tokens", {"traffic": traffic, "speed": speed, "setup": {"kv_tokens": tokens}})
+            for name, traffic, speed in (("conv x1", "conv", 1.0), ("syn x1", "syn", 1.0))
+            for tokens in CACHE_SIZES
+        ],
+        _policies(OURS, "round-robin", "least-loaded", "threshold", "overlap:64"),
+        shows=("reuse", "mean"),
+    ),
+    Table(
+        "events",
+        "A directory that hears late",
+        "KV events arrive later, or 5 % of them never.",
+        APART,
+        [
+            *((f"{s:g} s late", {"setup": {"event_delay_s": s}}) for s in (0.0, 0.1, 1.0, 10.0)),
+            ("5 % lost", {"setup": {"event_loss": 0.05}}),
+            ("10 s late, nothing announced", {"setup": {"event_delay_s": 10.0, "predict_delay_s": None}}),
+        ],
+    ),
+    Table(
+        "routers",
+        "Several routers",
+        "Each with its own view.",
+        [*_traffic("conv", 1, 3, 5), *_traffic("syn", 6), *_traffic("tau", 20)],
+        [
+            *((f"{n}", {"setup": {"routers": n}}) for n in (1, 2, 4, 8)),
+            ("8, deaf", {"setup": {"routers": 8, "announce_delay_s": None, "bounded_start": False}}),
+            ("8, reports every 1 s", {"setup": {"routers": 8, "report_gap_s": 1.0, "report_every_s": 1.0}}),
+        ],
+    ),
+    Table(
+        "estimate",
+        "A wrong estimate of prefill",
+        "Routers believe a prefill takes half or twice as long, and never learn better.",
+        APART,
+        [("right", {}), ("x0.5", {"estimate": 0.5}), ("x2", {"estimate": 2.0})],
+    ),
+    Table(
+        "fleet",
+        "Fleet size",
+        "The same traffic a worker: arrivals are as much faster as the fleet is larger.",
+        [
+            (f"{n} workers, conv x{n / 8 * 2:g}", {"traffic": "conv", "speed": n / 8 * 2, "setup": {"workers": n}})
+            for n in (2, 4, 8, 16, 32, 64)
+        ],
+        _policies(OURS, "least-loaded", "threshold", "overlap:64"),
+    ),
+    Table(
+        "scenarios",
+        "Made-up traffic",
+        "Each isolates one thing that goes wrong in life.",
+        [
+            ("one hot prefix, near saturation", {"traffic": "one hot prefix, near saturation"}),
+            ("never repeats", {"traffic": "never repeats", "setup": {"workers": 4}}),
+            ("sessions, one system prompt", {"traffic": "sessions, one system prompt"}),
+            ("one document, 200 requests at once", {"traffic": "one document, 200 requests at once",
+                                                    "setup": {"workers": 4}}),
+            ("five documents in turn", {"traffic": "five documents in turn", "setup": {"workers": 4}}),
+            ("hot documents and rare cold requests", {"traffic": "hot documents and rare cold requests",
+                                                      "setup": {"workers": 4}}),
+        ],
+        _policies(OURS, "round-robin", "least-loaded", "longest-hit", "threshold", "overlap", "overlap:64",
+                  "exploit-explore"),
+        seeds=3,
+        shows=("mean", "p95", "reuse"),
+    ),
+    Table(
+        "terms",
+        "Which terms earn their place",
+        "Each term of the price taken away, or made much of.",
+        [*APART, *_traffic("tau", 1)],
+        [
+            ("as shipped", {}),
+            ("no price of new KV", {"weights": {"new_kv_price": 0.0}}),
+            ("price of new KV 1", {"weights": {"new_kv_price": 1.0}}),
+            ("no externality", {"weights": {"externality_cap": 0.0}}),
+            ("no home", {"weights": {"home_bonus_ms": 0.0}}),
+            ("home 200 ms", {"weights": {"home_bonus_ms": 200.0}}),
+            ("margin 20 ms", {"weights": {"margin_ms": 20.0}}),
+            ("nothing announced", {"setup": {"predict_delay_s": None}}),
+            ("nothing learned", {"setup": {"learns": False}}),
+            ("no bounded start", {"setup": {"bounded_start": False}}),
+        ],
+        seeds=3,
+    ),
+]  # fmt: skip
+
+QUICK = [
+    Table(
+        "quick",
+        "A part of the study",
+        "One row of each trace.",
+        [*_traffic("conv", 1), *_traffic("syn", 6), *_traffic("tau", 20)],
+        _policies(OURS, "round-robin", "least-loaded", "threshold", "overlap", "overlap:64"),
+    )
+]
