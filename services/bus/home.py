@@ -20,11 +20,13 @@ def home(key: int, workers: Iterable[tuple[str, int]]) -> str:
     """The home of `key` (a block key) among (worker, kv_tokens) pairs, in any order; empty if there are none."""
     sized = list(workers)
     smallest = min((kv_tokens for _, kv_tokens in sized if kv_tokens > 0), default=1)
-    best = (-1, "")
+    best, best_score = "", -1
     for worker, kv_tokens in sized:
         name = worker.encode()
         score = _hash(name, key)
-        for ticket in range(1, min(MAX_TICKETS, kv_tokens // smallest)):
-            score = max(score, _hash(name + b"\0" + bytes((ticket,)), key))
-        best = max(best, (score, worker))
-    return best[1]
+        if kv_tokens >= 2 * smallest:
+            for ticket in range(1, min(MAX_TICKETS, kv_tokens // smallest)):
+                score = max(score, _hash(name + b"\0" + bytes((ticket,)), key))
+        if score > best_score or (score == best_score and worker > best):
+            best, best_score = worker, score
+    return best

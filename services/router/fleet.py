@@ -166,8 +166,10 @@ class _Rate:
         self.current = max(0.0, self.current + ms)
 
     def value(self, now: float) -> float:
-        self._turn(now)
-        passed = max(0.0, now - self.started_at) / RATE_WINDOW_S
+        passed = (now - self.started_at) / RATE_WINDOW_S
+        if not 0.0 <= passed < 1.0:
+            self._turn(now)
+            passed = max(0.0, now - self.started_at) / RATE_WINDOW_S
         return (self.previous * (1.0 - passed) + self.current) / (RATE_WINDOW_S * 1000.0)
 
     def _turn(self, now: float) -> None:
@@ -186,17 +188,20 @@ class Worker:
         "_rate",
         "_reported_at",
         "bookings",
+        "free_tokens",
         "heard_at",
         "is_lost",
         "is_suspect",
         "load",
+        "pinned_tokens",
         "queued",
         "queued_us",
         "recent",
+        "worker_class",
     )
 
     def __init__(self, load: Load, now: float, heard_at: float) -> None:
-        self.load = load
+        self.take(load)
         self.heard_at = heard_at
         self.is_suspect = self.is_lost = False
         self.bookings: dict[str, _Booking] = {}
@@ -208,10 +213,18 @@ class Worker:
         self._reported_at = now
         self._rate = _Rate(now)
 
+    def take(self, load: Load) -> None:
+        """Its last report, and what every decision asks of it. KV in use by requests is pinned; blocks that are merely
+        cached are free to take."""
+        self.load = load
+        self.worker_class = WorkerClass(load.model, load.serves, load.worker_class)
+        self.pinned_tokens = int(load.kv_usage * load.kv_tokens)
+        self.free_tokens = load.kv_tokens - self.pinned_tokens
+
     def queue_ms(self, now: float) -> float:
         """Prefill work ahead of a request that is dispatched now."""
-        passed_ms = (now - self._reported_at) * 1000.0
-        return max(0.0, self._base_queue_ms - passed_ms) + self.queued_us / 1000.0
+        ahead_ms = self._base_queue_ms - (now - self._reported_at) * 1000.0
+        return (ahead_ms if ahead_ms > 0.0 else 0.0) + self.queued_us / 1000.0
 
     def rho(self, now: float) -> float:
         """The share of its time that its prefills took lately; above 1 when more was dispatched than it can do."""
@@ -222,25 +235,12 @@ class Worker:
         return self.load.incarnation
 
     @property
-    def worker_class(self) -> WorkerClass:
-        return WorkerClass(self.load.model, self.load.serves, self.load.worker_class)
-
-    @property
     def block_size(self) -> int:
         return self.load.block_size
 
     @property
     def kv_tokens(self) -> int:
         return self.load.kv_tokens
-
-    @property
-    def pinned_tokens(self) -> int:
-        """KV in use by requests; blocks that are merely cached are free to take."""
-        return int(self.load.kv_usage * self.load.kv_tokens)
-
-    @property
-    def free_tokens(self) -> int:
-        return self.load.kv_tokens - self.pinned_tokens
 
     def set_queue(self, queue_ms: float, now: float) -> None:
         self._base_queue_ms = queue_ms
@@ -316,7 +316,7 @@ class Fleet:
             return None
         else:
             ended = None
-            worker.load = load
+            worker.take(load)
             worker.heard_at = heard_at
             worker.is_suspect = worker.is_lost = False
             worker.set_queue(load.queue_ms, now)
@@ -392,7 +392,7 @@ class Fleet:
         full_ms = []
         for name, worker in self._workers.items():
             load = worker.load
-            if load.serves != serves or load.model != model or load.block_size != (block_size or load.block_size):
+            if load.serves != serves or load.model != model or (block_size and load.block_size != block_size):
                 excluded[name] = "model"
             elif pools is not None and load.pool not in pools:
                 excluded[name] = "pool"

@@ -125,6 +125,10 @@ class Learner:
             return 1.0
         return known.speed
 
+    def odd_speeds(self) -> dict[str, float]:
+        """By worker, those that are not 1; of some of them `speed_of` says 1 all the same."""
+        return {worker: known.speed for worker, known in self._workers.items() if known.speed != 1.0}
+
     def hear(self, outcome: Outcome, around: Surroundings, now: float) -> Verdict:
         """An attempt ended there; what was learned from it."""
         computed, prompt, waited_ms = outcome.prefill_tokens, outcome.prompt_tokens, outcome.queue_wait_ms

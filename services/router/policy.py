@@ -14,7 +14,7 @@ Decisions, by what was chosen:
     home-worker          nobody holds this prefix yet, and this is its home
     cold-reserve         nothing of use is there, and only slots kept for such requests are free
     balanced-cold        nobody holds anything of use: by load
-    blind                the directory did not answer: by load
+    blind                the directory did not answer, or is not believed (credit.py): by load
     round-robin          the policy of that name looks at neither caches nor load
 and, where a worker that holds more was passed over, by why:
     spill-max-wait       its queue is over `max_warm_wait_ms`, its free slots are kept for cold requests, or the request
@@ -313,12 +313,11 @@ def warm_wait_ms(policy: Policy, output_tokens: int) -> float:
     return policy.max_warm_wait_ms * policy.long_output_tokens / output_tokens
 
 
-def is_warm(request: RequestShape, candidate: Candidate, floor_tokens: int) -> bool:
+def is_warm(request: RequestShape, cached: int, floor_tokens: int) -> bool:
     """Whether it would be there for the cache: it finds more than anywhere (`floor_tokens`), or most of itself.
 
     A system prompt that all hold makes nobody warm; a long document that all hold does, and those who ask about it may
     not fill the slots that are kept for others."""
-    cached = candidate.cached_tokens
     return cached > floor_tokens or 2 * cached >= request.prompt_tokens
 
 
@@ -367,10 +366,40 @@ def _decision(
         max_queue_ms=max_queue_ms,
         ranking=ranking,
         decided_at=now,
-        is_warm=is_warm(request, candidate, floor_tokens),
+        is_warm=is_warm(request, candidate.cached_tokens, floor_tokens),
         max_wait_ms=max_wait_ms,
         min_held_blocks=min_held_blocks,
     )
+
+
+class Caps(NamedTuple):
+    """What bars those who find more than `floor_tokens`, the least that anybody finds: a queue over `max_wait_ms`, if
+    that of somebody is not, and a first token later than `latest_ms`."""
+
+    floor_tokens: int
+    least_queue_ms: float
+    max_wait_ms: float
+    latest_ms: float
+
+
+def caps_of(request: RequestShape, policy: Policy, floor_tokens: int, least_queue_ms: float, soonest_ms: float) -> Caps:
+    """`soonest_ms` is the first TTFT of those who find no more than `floor_tokens`."""
+    max_wait_ms = least_queue_ms if request.has_waited else warm_wait_ms(policy, request.output_tokens)
+    latest_ms = NO_LIMIT_MS if policy.margin_ms is None else policy.margin_ms + soonest_ms
+    return Caps(floor_tokens, least_queue_ms, max_wait_ms, latest_ms)
+
+
+def barred(
+    request: RequestShape, caps: Caps, cached_tokens: int, queue_ms: float, ttft_ms: float, *, only_reserved: bool
+) -> str:
+    """What the decision that passes it over is called; empty if nothing bars it."""
+    if only_reserved and is_warm(request, cached_tokens, caps.floor_tokens):
+        return "spill-max-wait"
+    if cached_tokens <= caps.floor_tokens:
+        return ""
+    if queue_ms > caps.max_wait_ms and caps.least_queue_ms <= caps.max_wait_ms:
+        return "spill-max-wait"
+    return "spill-margin" if ttft_ms > caps.latest_ms else ""
 
 
 def _first_permitted(
@@ -381,24 +410,15 @@ def _first_permitted(
     The caps are for those who hold more than `floor_tokens`, the least that anybody holds, so but for reserved slots
     somebody is always permitted; if only these are left, the cheapest is: its bridge has the last word."""
     least_ms = min(terms.candidate.queue_ms for terms in ranked)
-    wait_cap_ms = least_ms if request.has_waited else warm_wait_ms(policy, request.output_tokens)
-    latest_ms = NO_LIMIT_MS
-    if policy.margin_ms is not None:
-        latest_ms = policy.margin_ms + min(t.ttft_ms for t in ranked if t.candidate.cached_tokens == floor_tokens)
+    soonest_ms = min(terms.ttft_ms for terms in ranked if terms.candidate.cached_tokens == floor_tokens)
+    caps = caps_of(request, policy, floor_tokens, least_ms, soonest_ms)
     because = ""
     for terms in ranked:
-        candidate = terms.candidate
-        if candidate.only_reserved and is_warm(request, candidate, floor_tokens):
-            because = because or "spill-max-wait"
-            continue
-        if candidate.cached_tokens > floor_tokens:
-            if candidate.queue_ms > wait_cap_ms and least_ms <= wait_cap_ms:
-                because = because or "spill-max-wait"
-                continue
-            if terms.ttft_ms > latest_ms:
-                because = because or "spill-margin"
-                continue
-        return terms, because
+        one = terms.candidate
+        why = barred(request, caps, one.cached_tokens, one.queue_ms, terms.ttft_ms, only_reserved=one.only_reserved)
+        if not why:
+            return terms, because
+        because = because or why
     return ranked[0], because
 
 

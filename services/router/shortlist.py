@@ -1,29 +1,30 @@
-"""From the fleet and the directory's answer to the few candidates a decision compares.
+"""From the fleet and the directory's answer to the few candidates that a decision compares.
 
-Considered are, of each depth the directory reports, the least loaded holders; the least loaded workers of all; and the
-home of a fresh prefix (DESIGN 6). Pricing everybody would cost a millisecond at 256 workers and change nothing: a
-worker that holds no more than another and has more queued is never the cheapest but for its memory, which the several
-least loaded allow for.
+Who must be among them so that the decision is the one that all workers together would give, contenders.py finds. To
+these come the home of a fresh prefix (DESIGN 6), who is computing the prompt already, and, so that people see what was
+passed over, the least loaded of all and of those who hold it to each depth.
 
 What a worker has in its host store is nothing that its engine would find: it counts as what others could pull from it,
-and only where `links` are given. No bridge can pull yet, so the service gives none.
+and only where `links` are given. No bridge can pull yet, so the service gives none; whom a pull would make the cheapest
+of all may not be among the candidates.
 
 Owns: nothing.   Must not know: prices, NATS, how a fleet is kept.   Units: blocks, tokens, ms."""
 
-import heapq
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from operator import attrgetter
+from typing import NamedTuple
 
 from ..bus.blockkeys import reusable_blocks
 from ..bus.home import home
 from ..bus.messages import Holdings, Route
+from .contenders import Group, Speeds, contenders
 from .fleet import Available
 from .learning import Learner
 from .policy import Candidate, Policy, Pull, RequestShape, shared_tokens
 from .transfer import Links
 
-# The deepest depths that are looked at; in the worst case every worker is at its own.
-MAX_LEVELS = 16
+# Of holders, beside those that can be chosen; the deepest first. In the worst case every worker has a depth of its own.
+MAX_HOLDERS = 24
 
 
 class Shortlist(NamedTuple):
@@ -55,61 +56,18 @@ def shortlist(
     """Candidates among at least one available worker. `holdings` is None when the directory did not answer: then the
     request is blind, and load alone decides. `has_waited`: a bridge gave it back since it had waited for long."""
     block_size = available[0].worker.block_size
+    by_queue = sorted(available, key=attrgetter("queue_ms"))
+    levels = [(level.depth, level.workers) for level in (holdings.levels if holdings else ()) if level.tier == "gpu"]
+    depths = {worker: depth for depth, workers in levels for worker in workers}
     names = {one.name: one for one in available}
-    levels = [
-        (level.depth, held)
-        for level in (holdings.levels if holdings else [])
-        if level.tier == "gpu" and (held := [names[worker] for worker in level.workers if worker in names])
-    ]
-    held_blocks = levels[0][0] if levels else 0
-    depths: dict[str, int] = {}
-    if whole_fleet:
-        chosen = dict(names)
-    else:
-        chosen = {one.name: one for one in _least_loaded(available, policy.least_loaded)}
-        if any(one.only_reserved for one in chosen.values()):
-            # Those are for cold requests, and what this one is turns out only beside others.
-            unreserved = [one for one in available if not one.only_reserved]
-            chosen.update((one.name, one) for one in _least_loaded(unreserved, policy.least_loaded))
-    for position, (depth, held) in enumerate(levels):
-        if not whole_fleet and position < MAX_LEVELS:
-            chosen.update((one.name, one) for one in _least_loaded(held, policy.least_loaded, _by_use))
-        depths.update((one.name, depth) for one in held if one.name in chosen)
+    held_blocks = max((depth for worker, depth in depths.items() if worker in names), default=0)
     home_worker = ""
     if holdings is not None and held_blocks <= shared_blocks < len(route.keys) // 8:
         home_worker = _home(route.keys, shared_blocks, available)
-        if home_worker not in chosen:
-            chosen[home_worker] = names[home_worker]
-            depths.update((home_worker, depth) for depth, held in levels for one in held if one.name == home_worker)
     reusable = reusable_blocks(route.prompt_tokens, block_size)
     trust = _trust(holdings, policy)
     announced = holdings.announced if holdings else {}
     sources = _sources(holdings, reusable, trust) if links is not None and holdings is not None else []
-    candidates = []
-    for one in chosen.values():
-        worker, depth = one.worker, depths.get(one.name, 0)
-        believed = trust.get(one.name, 1.0)
-        blocks = min(depth, reusable)
-        if believed != 1.0:
-            blocks = int(blocks * believed)
-        candidates.append(
-            Candidate(
-                one.name,
-                blocks * block_size,
-                one.queue_ms,
-                worker.rho(now),
-                worker.pinned_tokens,
-                worker.free_tokens,
-                learner.model_of(worker.worker_class),
-                worker.load.worker_class,
-                learner.speed_of(one.name, worker.incarnation, now),
-                one.only_reserved,
-                None if links is None else _offer(one.name, blocks, sources, block_size, links),
-                depth,
-                announced.get(one.name, 0),
-                believed,
-            )
-        )
     shape = RequestShape(
         prompt_tokens=route.prompt_tokens,
         output_tokens=route.output_tokens,
@@ -121,9 +79,100 @@ def shortlist(
         shared_tokens=shared_tokens(shared_blocks, block_size),
         fleet_rho=_mean_rho(available, now) if sources else 0.0,
     )
+    usable = _usable(depths, reusable, trust)
+
+    def speed_of(one: Available) -> float:
+        return learner.speed_of(one.name, one.worker.incarnation, now)
+
+    chosen = names
+    if not whole_fleet:
+        groups = _groups(by_queue, usable, block_size, learner)
+        odd = learner.odd_speeds()
+        speeds = Speeds(frozenset(odd), speed_of, min([1.0, *odd.values()]))
+        found = by_queue[: policy.least_loaded]
+        found += contenders(shape, groups, policy, speeds, now)
+        found += _holders(groups, policy.least_loaded)
+        chosen = {one.name: one for one in found}
+        favoured = _at_it(shape, names, depths, announced, reusable)
+        if home_worker:
+            favoured.append(home_worker)
+        chosen.update((name, names[name]) for name in favoured)
+    candidates = []
+    for one in chosen.values():
+        worker, blocks = one.worker, usable.get(one.name, 0)
+        candidates.append(
+            Candidate(
+                one.name,
+                blocks * block_size,
+                one.queue_ms,
+                worker.rho(now),
+                worker.pinned_tokens,
+                worker.free_tokens,
+                learner.model_of(worker.worker_class),
+                worker.load.worker_class,
+                speed_of(one),
+                one.only_reserved,
+                None if links is None else _offer(one.name, blocks, sources, block_size, links),
+                depths.get(one.name, 0),
+                announced.get(one.name, 0),
+                trust.get(one.name, 1.0),
+            )
+        )
     if holdings is None:
         return Shortlist(shape, candidates, shared_blocks, held_blocks)
     return Shortlist(shape, candidates, shared_blocks, held_blocks, holdings.replica, holdings.stream_seq)
+
+
+def _usable(depths: dict[str, int], reusable: int, trust: dict[str, float]) -> dict[str, int]:
+    """Of how many blocks each worker is believed that its engine will find them."""
+    usable = {worker: depth if depth < reusable else reusable for worker, depth in depths.items()}
+    for worker, share in trust.items():
+        if worker in usable:
+            usable[worker] = int(usable[worker] * share)
+    return usable
+
+
+def _groups(by_queue: list[Available], usable: dict[str, int], block_size: int, learner: Learner) -> list[Group]:
+    """Those that find most first. All workers are of one model and revision: their class is its label."""
+    alike: dict[tuple[int, str], list[Available]] = {}
+    for one in by_queue:
+        key = usable.get(one.name, 0), one.worker.load.worker_class
+        group = alike.get(key)
+        if group is None:
+            alike[key] = [one]
+        else:
+            group.append(one)
+    models = {label: learner.model_of(workers[0].worker.worker_class) for (_, label), workers in alike.items()}
+    deepest_first = sorted(alike.items(), key=_blocks, reverse=True)
+    return [Group(blocks * block_size, models[label], workers) for (blocks, label), workers in deepest_first]
+
+
+def _blocks(group: tuple[tuple[int, str], list[Available]]) -> int:
+    return group[0][0]
+
+
+def _holders(groups: list[Group], count: int) -> list[Available]:
+    """Of those who find something, deepest first, the `count` least loaded of each depth."""
+    holders: list[Available] = []
+    for group in groups:
+        if not group.cached_tokens or len(holders) >= MAX_HOLDERS:
+            break
+        holders += group.workers[:count]
+    return holders
+
+
+def _at_it(
+    shape: RequestShape, names: Collection[str], depths: dict[str, int], announced: dict[str, int], reusable: int
+) -> list[str]:
+    """Who is computing what tells this prompt apart; if somebody has it, one who has."""
+    depth = min(shape.shared_tokens // shape.block_size + 1, reusable)
+    at_it = []
+    for worker, held in depths.items():
+        if depth <= held and worker in names:
+            if held - announced.get(worker, 0) >= depth:
+                return [worker]
+            at_it.append(worker)
+    return at_it
 
 
 def _trust(holdings: Holdings | None, policy: Policy) -> dict[str, float]:
@@ -167,19 +216,4 @@ def _mean_rho(available: list[Available], now: float) -> float:
 
 def _home(keys: bytes, shared_blocks: int, available: list[Available]) -> str:
     key = int.from_bytes(keys[8 * shared_blocks : 8 * shared_blocks + 8], "little")
-    return home(key, [(one.name, one.worker.kv_tokens) for one in available])
-
-
-def _by_load(one: Available) -> tuple[float, int, str]:
-    return one.queue_ms, one.running, one.name
-
-
-def _by_use(one: Available) -> tuple[bool, float, int, str]:
-    """Of holders: reserved slots are not for those who come for what they hold."""
-    return one.only_reserved, one.queue_ms, one.running, one.name
-
-
-def _least_loaded(
-    workers: list[Available], count: int, key: Callable[[Available], tuple[Any, ...]] = _by_load
-) -> list[Available]:
-    return workers if len(workers) <= count else heapq.nsmallest(count, workers, key=key)
+    return home(key, [(one.name, one.worker.load.kv_tokens) for one in available])

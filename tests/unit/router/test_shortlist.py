@@ -15,7 +15,7 @@ from prefixbus.router.cost import PROFILES
 from prefixbus.router.fleet import Available, Fleet, Surroundings, WorkerClass
 from prefixbus.router.learning import Learner
 from prefixbus.router.policy import SCHEMES, Decision, Policy, Pull, decide
-from prefixbus.router.shortlist import MAX_LEVELS, Shortlist, shortlist
+from prefixbus.router.shortlist import MAX_HOLDERS, Shortlist, shortlist
 from prefixbus.router.traffic import MAX_BLOCKS, MAX_NAMESPACES, QUORUM, WINDOW, Traffic
 from prefixbus.router.transfer import Links
 
@@ -153,7 +153,7 @@ def test_when_each_worker_has_its_own_depth_the_deepest_are_considered() -> None
 
     found = shortlisted(chain(*range(64)), fleet(64), held)
 
-    assert len(found.candidates) <= MAX_LEVELS + 4
+    assert len(found.candidates) <= MAX_HOLDERS + 4
     assert max(one.cached_tokens for one in found.candidates) == 63 * BLOCK
 
 

@@ -1,0 +1,171 @@
+"""Of a whole fleet, the few workers that a decision is between.
+
+`policy.decide` among these decides as it would among everybody: for the same worker, under the same name, with the same
+bounds. That takes the cheapest of all, the cheapest that no cap bars, the cheapest of those that find most (whoever
+leaves them says why), and who sets the caps: the shortest queue, and the soonest of those that find least. A bonus only
+makes cheaper, so those who get one are the caller's to add; so is, if there are offers to pull, who could use one.
+
+Pricing everybody would cost more than all the rest of a decision. A worker's cost is at least its queue and the prefill
+and the new KV of what it lacks, were it as fast as the fastest: those who lack as much are taken by queue, and the more
+they lack the later, until even that is too much.
+
+Owns: nothing.   Must not know: what is held where, what a decision is called, NATS.   Units: ms, tokens."""
+
+import math
+from bisect import insort
+from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
+
+from . import cost
+from .cost import PrefillModel
+from .fleet import Available
+from .policy import NO_LIMIT_MS, Caps, Policy, RequestShape, barred, caps_of
+
+# Sums of floats in another order differ by less than this share; nobody is left out for a rounding.
+_SLACK = 1.0 + 1e-9
+
+
+class Group(NamedTuple):
+    """Available workers of one model that find as much of the prompt, by queue; at least one."""
+
+    cached_tokens: int
+    model: PrefillModel
+    workers: list[Available]
+
+
+class Speeds(NamedTuple):
+    """`of` a worker as a factor of its model's time, asked only of those who are not at 1; `least` is nobody below."""
+
+    odd: frozenset[str]
+    of: Callable[[Available], float]
+    least: float
+
+
+def contenders(
+    request: RequestShape, groups: list[Group], policy: Policy, speeds: Speeds, now: float
+) -> list[Available]:
+    """Each available worker is in one of the groups: at least one, those that find most first. Some may be named
+    twice."""
+    most, least = groups[0].cached_tokens, groups[-1].cached_tokens
+    coldest = [group for group in groups if group.cached_tokens == least]
+    shortest = min((group.workers[0] for group in groups), key=_queue_ms)
+    contest = _Contest(request, policy, speeds, shortest.queue_ms, now)
+    soonest, soonest_ms = coldest[0].workers[0], NO_LIMIT_MS
+    if policy.margin_ms is not None:
+        soonest, soonest_ms = contest.soonest(coldest)
+    caps = caps_of(request, policy, least, shortest.queue_ms, soonest_ms)
+    found = contest.cheapest(groups, max(2, policy.least_loaded))
+    if contest.prices[found[0].name][0] < most:
+        found += contest.cheapest([group for group in groups if group.cached_tokens == most], 1)
+    if contest.is_barred(found[0], caps):
+        found += contest.cheapest(groups, 1, caps)
+    return [*found, shortest, soonest]
+
+
+# What it finds in tokens, `ttft_ms` and `cost_ms`. Made for every worker of an idle fleet, so no more than a tuple.
+_Price = tuple[int, float, float]
+
+
+class _Figures(NamedTuple):
+    """What a group's workers would compute, and what that takes at speed 1."""
+
+    created: int
+    prefill_ms: float
+    kv_ms: float
+    work_ms: float
+
+
+class _Contest:
+    """What the workers would cost one request: computed for few of them, and once."""
+
+    def __init__(
+        self, request: RequestShape, policy: Policy, speeds: Speeds, shortest_queue_ms: float, now: float
+    ) -> None:
+        self._request = request
+        self._policy = policy
+        self._speeds = speeds
+        self._shortest_queue_ms = shortest_queue_ms
+        self._now = now
+        self.prices: dict[str, _Price] = {}
+        self._computed: dict[int, _Figures] = {}
+
+    def cheapest(self, groups: list[Group], count: int, caps: Caps | None = None) -> list[Available]:
+        """The first `count` by `policy`'s order; with `caps`, of those that none bars. Groups that find most come
+        first."""
+        best: list[tuple[float, float, str, Available]] = []
+        limit_ms = math.inf
+        done: set[int] = set()
+        for group in groups:
+            if id(group.model) in done or group.workers[0].queue_ms > limit_ms:
+                continue
+            figures = self._computed.get(id(group)) or self._figures(group)
+            least_ms = self._speeds.least * (figures.prefill_ms + self._policy.new_kv_price * figures.kv_ms)
+            if self._shortest_queue_ms + least_ms > limit_ms:
+                # Those that find less have more to compute.
+                done.add(id(group.model))
+                continue
+            for one in group.workers:
+                if one.queue_ms + least_ms > limit_ms:
+                    break
+                price = self.prices.get(one.name) or self._price(group, figures, one, limit_ms)
+                if price is None or price[2] > limit_ms or (caps is not None and self.is_barred(one, caps)):
+                    continue
+                insort(best, (price[2], one.queue_ms, one.name, one))
+                if len(best) > count:
+                    best.pop()
+                if len(best) == count:
+                    limit_ms = best[-1][0] * _SLACK
+        return [one for *_, one in best]
+
+    def soonest(self, groups: list[Group]) -> tuple[Available, float]:
+        """Who would have its first token first, and after how many ms."""
+        best, best_ms = groups[0].workers[0], math.inf
+        for group in groups:
+            figures = self._computed.get(id(group)) or self._figures(group)
+            for one in group.workers:
+                if one.queue_ms + self._speeds.least * figures.prefill_ms > best_ms * _SLACK:
+                    break
+                price = self.prices.get(one.name) or self._price(group, figures, one, math.inf)
+                if price is not None and price[1] < best_ms:
+                    best, best_ms = one, price[1]
+        return best, best_ms
+
+    def is_barred(self, one: Available, caps: Caps) -> bool:
+        """Of one that has a price."""
+        cached_tokens, ttft_ms, _ = self.prices[one.name]
+        is_reserved = one.only_reserved
+        return bool(barred(self._request, caps, cached_tokens, one.queue_ms, ttft_ms, only_reserved=is_reserved))
+
+    def _figures(self, group: Group) -> _Figures:
+        model, prompt = group.model, self._request.prompt_tokens
+        created = max(1, prompt - group.cached_tokens)
+        figures = self._computed[id(group)] = _Figures(
+            created,
+            cost.prefill_ms(model, created, prompt),
+            cost.kv_price_ms(model, created, prompt),
+            cost.work_ms(model, created, prompt),
+        )
+        return figures
+
+    def _price(self, group: Group, figures: _Figures, one: Available, limit_ms: float) -> _Price | None:
+        """What `policy.price` says, to the last bit, but for a bonus and a pull; None if it is clearly over the
+        limit."""
+        policy, worker = self._policy, one.worker
+        pinned_tokens = worker.pinned_tokens
+        speed = self._speeds.of(one) if one.name in self._speeds.odd else 1.0
+        beside_ms = cost.interference_ms(group.model, figures.created, pinned_tokens)
+        ttft_ms = one.queue_ms + speed * figures.prefill_ms + speed * beside_ms
+        needed_tokens = figures.created + self._request.output_tokens
+        if needed_tokens > worker.free_tokens:
+            ttft_ms += cost.memory_wait_ms(needed_tokens, worker.free_tokens, pinned_tokens, policy.kv_turnover_ms)
+        cost_ms = ttft_ms + policy.new_kv_price * speed * figures.kv_ms
+        if cost_ms > limit_ms:
+            return None
+        externality = cost.externality(worker.rho(self._now), policy.externality_cap)
+        cost_ms += externality * (speed * figures.work_ms)
+        price = self.prices[one.name] = group.cached_tokens, ttft_ms, cost_ms
+        return price
+
+
+_queue_ms = attrgetter("queue_ms")
