@@ -20,6 +20,7 @@ import typer
 
 from .bus.errors import PrefixbusError, Unavailable
 from .cluster.inquiries import commands as inquiries
+from .cluster.lab import commands as lab
 from .cluster.options import DEFAULT_STATE, TOKEN_VARIABLE, Label, State, TokenFile, read_token
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ Examples:
   prefixbus top                         workers and decisions, live
 
   prefixbus demo                        what routing by prefix gains
+
+  prefixbus lab repeats TRACE.jsonl     whether traffic is worth it; needs no cluster
+
+  prefixbus lab replay TRACE.jsonl      recorded traffic under any policy, in virtual time
 """
 
 HELP = "Routes LLM requests over NATS to the worker that already holds the KV cache of their prefix."
@@ -447,6 +452,7 @@ def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engi
 
 
 app.add_typer(inquiries)
+app.add_typer(lab)
 
 
 def _say(line: str) -> None:

@@ -67,7 +67,7 @@ def explain(
     if as_json:
         typer.echo(explain_module.document(found))
     else:
-        _print(explain_module.story(found, others))
+        print_parts(explain_module.story(found, others))
 
 
 @commands.command()
@@ -124,7 +124,7 @@ def replay(
     replayed = [replay_module.replay(decision) for decision in decisions]
     shadows = [again for decision in decisions if (again := replay_module.replay_shadow(decision)) is not None]
     different = [one for one in (*replayed, *shadows) if not one.same]
-    _print(line for one in different[:_MOST_SHOWN] for line in _difference_lines(one))
+    print_parts(line for one in different[:_MOST_SHOWN] for line in _difference_lines(one))
     if request_id:
         if not different:
             typer.echo("same")
@@ -168,7 +168,7 @@ def _resend(
     if not sent:
         typer.echo(f"nothing of tenant {tenant} is captured in this time; [capture] in config.toml says whose is")
         return
-    _print([resend_module.table(sent), resend_module.sums(sent)])
+    print_parts([resend_module.table(sent), resend_module.sums(sent)])
     if any(again.error for again in sent):
         raise typer.Exit(1)
 
@@ -235,7 +235,7 @@ def _print_directory(state: Path, seq: int) -> None:
         numbers = (held.shard, held.incarnation, held.last_event, held.gpu_blocks, held.host_blocks)
         table.add_row(held.worker, *map(str, numbers), "whole" if held.complete else "has holes")
     blocks = sum(held.gpu_blocks + held.host_blocks for held in rebuild.held())
-    _print([table, f"{blocks} blocks of {rebuild.namespaces} namespaces after message {seq} of KV_EVENTS"])
+    print_parts([table, f"{blocks} blocks of {rebuild.namespaces} namespaces after message {seq} of KV_EVENTS"])
 
 
 def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[DecisionRecord]":
@@ -289,7 +289,7 @@ def _print_mismatches(report: "Report", events_since: float | None) -> None:
         table.add_row(cause, *map(str, figures), ", ".join(group.examples[:1]))
     kept = f"begins at {moments.show(events_since)}" if events_since is not None else "is empty"
     same = report.same_document
-    _print(
+    print_parts(
         [
             table,
             f"{report.requests} requests: {report.predicted} cached tokens predicted, {report.cached} found",
@@ -329,8 +329,8 @@ def _print_what_if(report: "WhatIf") -> None:
         )
     count = max(report.decisions, 1)
     if report.effects:
-        _print([table, ""])
-    _print(
+        print_parts([table, ""])
+    print_parts(
         [
             f"{report.decisions} decisions, {report.moved} would have gone to another worker",
             f"predicted TTFT: sum {report.recorded_ttft_ms:.0f} -> {report.replayed_ttft_ms:.0f} ms, "
@@ -344,7 +344,8 @@ def _print_what_if(report: "WhatIf") -> None:
     )
 
 
-def _print(parts: "Iterable[RenderableType]") -> None:
+def print_parts(parts: "Iterable[RenderableType]") -> None:
+    """Tables, and text as it is. Wide tables are not cut, wherever they go."""
     from rich.console import Group
 
     from .status import terminal

@@ -15,7 +15,6 @@ Owns: these bounds and the rule.   Must not know: policies, engines but for thei
 Units: tokens, ms, shares of 1. An id of a trace's last block, which need not be full, counts as such a block, as in the
 published figures of these traces."""
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -200,6 +199,6 @@ def _repeated(pairs: list[tuple[Prompt, int]]) -> Repeated:
         prefix_tokens=Spread(p10, p50, p90, p99, common[-1]),
         histogram=[
             (low, high, sum(low <= tokens < (high or tokens + 1) for tokens in common))
-            for low, high in itertools.pairwise((0, *BORDERS, None))
+            for low, high in zip((0, *BORDERS), (*BORDERS, None), strict=True)
         ],
     )
