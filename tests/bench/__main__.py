@@ -1,5 +1,6 @@
 """`make bench`: one JSON line a bench. Names as arguments run only those (`make bench ONLY=path,decide`)."""
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -15,7 +16,10 @@ BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     "index_apply": [index_bench.bench_index_apply],
     "index_growth": [index_bench.bench_index_growth],
     "shard_lookup": [index_bench.bench_shard_lookup],
-    "decide": [lambda: decide_bench.bench_decide(64), lambda: decide_bench.bench_decide(256)],
+    "decide": [
+        lambda: decide_bench.bench_decide(64),
+        *(functools.partial(decide_bench.bench_decide, 256, held) for held in decide_bench.HOLDINGS),
+    ],
     "replay": [replay_bench.bench_replay],
     "key_chain": [tokenize_bench.bench_key_chain],
     "tokenize": [tokenize_bench.bench_tokenize],
