@@ -29,6 +29,7 @@ from ..engine_sim.pool import BlockPool
 from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
+from ..router.policy import Policy
 from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Phase, Ticket, charged_ms
 from .setup import MODEL, Setup, serves
 from .timeline import Life, Timeline
@@ -38,6 +39,9 @@ from .workload import Arrival, ns_of
 
 # `Accept.refused` of the notice that an answer begins, as live (worker_bridge/stream.py).
 STARTED = "started"
+
+# More requests and tokens than there are.
+NO_LIMIT = 1 << 40
 
 
 class _Running:
@@ -86,8 +90,12 @@ class Worker:
             max_model_len=blocks * block_size,
             pool=pool,
         )
-        reserved_slots = int(setup.slots * setup.cold_reserve)
-        self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
+        if isinstance(setup.policy, Policy):
+            reserved_slots = int(setup.slots * setup.cold_reserve)
+            self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
+        else:
+            # Routers of other rules have no bridges: an engine gets all that is sent, and serves it as it comes.
+            self.admission = Admission(NO_LIMIT, NO_LIMIT, 0)
         self.admission.incarnation = incarnation
         self.refused_count = 0
         self.given_back_count = 0
