@@ -395,11 +395,13 @@ def _print_comparison(played: Sequence["Played"]) -> None:
         never = [one.never_ends for one in some if one.never_ends]
         known = [one.figures for one in some if one.figures is not None]
         if never or not known:
-            times.add_row(label, f"never ends: {never[0]}")
+            times.add_row(label, "never ends")
+            notes.append(f"{label} never ends: {never[0]}, a day after the last one came")
             continue
         means = [figures.ttft_ms.mean for figures in known if figures.ttft_ms is not None]
         if not means:
-            times.add_row(label, "no request has a first token")
+            times.add_row(label, "-")
+            notes += _problems(label, known)
             continue
         ttft = spread(means)
         base = base or ttft

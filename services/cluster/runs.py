@@ -7,6 +7,8 @@ it plays does not depend on who else plays what.
 Owns: those processes.   Must not know: what is played, what becomes of results."""
 
 import concurrent.futures
+import concurrent.futures.process
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..bus.errors import ConfigInvalid
+from ..bus.errors import ConfigInvalid, Unavailable
 from ..engine_sim.profile import PRESETS
 from ..lab import traces
 from ..lab.figures import Figures, figures
@@ -74,21 +76,45 @@ def load(traffic: Traffic) -> Workload:
 
 
 def play(traffic: Traffic, jobs: Sequence[Job], processes: int, say: Callable[[str], None]) -> Iterator[Played]:
-    """The results of `jobs`, in their order. :raises ConfigInvalid: as `load`, or what a run's setup makes no sense
-    for."""
+    """The results of `jobs`, in their order.
+
+    :raises ConfigInvalid: as `load`, or a setup makes no sense.   :raises Unavailable: a process was killed."""
     if min(processes, len(jobs)) == 1:
         for number, job in enumerate(jobs, start=1):
             yield _told(_play(traffic, job), number, len(jobs), say)
         return
+    others = set(multiprocessing.active_children())
     pool = concurrent.futures.ProcessPoolExecutor(
         min(processes, len(jobs)), multiprocessing.get_context("spawn"), _begin
     )
     try:
-        futures = [pool.submit(_play, traffic, job) for job in jobs]
+        with _deaf_to_interrupts():
+            futures = [pool.submit(_play, traffic, job) for job in jobs]
         for number, future in enumerate(futures, start=1):
             yield _told(future.result(), number, len(jobs), say)
+    except concurrent.futures.process.BrokenProcessPool as exc:
+        raise Unavailable(
+            "a process that played a run was ended from outside.", remedy="If memory was short, play fewer at a time."
+        ) from exc
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        # Nobody waits for what still runs.
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started meanwhile do not hear a terminal's Ctrl-C, not even before they have begun: who
+    started them does, and ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def cores() -> int:
@@ -102,8 +128,7 @@ def _told(played: Played, number: int, count: int, say: Callable[[str], None]) -
 
 
 def _begin() -> None:
-    """Ends with who started it, quietly: Ctrl-C reaches all of a terminal's processes, a kill only the first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """This process ends with who started it, even if that one is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

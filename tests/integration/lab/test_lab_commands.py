@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.models import tiny
+from support.processes import spawned
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,6 +96,27 @@ def test_faults_and_wrong_estimates_are_played(trace: Path, tmp_path: Path) -> N
     assert document["setup"]["failures"] == [{"at": 0.5, "worker": "w1", "back_after_s": 0.5}]
     assert document["setup"]["learns"] is False
     assert sum(document["runs"][0]["figures"]["ended"].values()) == LINES
+
+
+def test_ctrl_c_ends_all_runs_at_once(trace: Path) -> None:
+    command = [sys.executable, "-m", "prefixbus", "lab", "replay", trace, "--trace-block", "64", "--seeds", "100"]
+    # A terminal's Ctrl-C reaches the whole group; ignored it would be, were it so where these tests were started.
+    own_group = (
+        "import os, signal, sys; signal.signal(2, signal.default_int_handler); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    with spawned(
+        [sys.executable, "-c", own_group, *map(str, command), "--jobs", "2"],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+
+        assert b"100 runs" in first
+        assert process.wait() == 130
+        assert b"Traceback" not in rest, rest
 
 
 @pytest.mark.parametrize(
