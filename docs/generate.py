@@ -21,6 +21,7 @@ from prefixbus.bus.clock import RealClock
 from prefixbus.bus.errors import PrefixbusError
 from prefixbus.bus.runtime import Runtime
 from prefixbus.directory import metrics as directory
+from prefixbus.lab.rules import RULES
 from prefixbus.router import metrics as router
 from prefixbus.router import policy
 from prefixbus.router.fleet import Fleet
@@ -92,6 +93,14 @@ def _policies() -> str:
         for field in msgspec.structs.fields(policy.Policy)
     )
     return f"| key | default |\n|---|---|\n{rows}"
+
+
+def _rules() -> str:
+    rows = "".join(
+        f"| `{name}` | {f'{rule.parameter}, `{rule.default:g}`' if rule.parameter else ''} | {rule.description} |\n"
+        for name, rule in RULES.items()
+    )
+    return f"| rule | parameter, default | what it does |\n|---|---|---|\n{rows}"
 
 
 def _registries() -> dict[str, CollectorRegistry]:
@@ -196,6 +205,11 @@ A JSON object with what differs from these defaults, for `prefixbus policy FILE`
 an unknown key is refused. What each weight does stands beside it in `services/router/policy.py`.
 
 {_policies()}
+## Rules of the lab
+
+For `prefixbus lab replay --policies NAME` or `NAME:PARAMETER`; [lab.md](lab.md) says how.
+
+{_rules()}
 ## Messages
 
 {_messages()}"""

@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import typer
+import typer.core
+import typer.main
+
+from prefixbus.cluster.lab import commands
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,3 +46,16 @@ def test_the_metrics_that_the_monitoring_page_speaks_of_exist() -> None:
 
     assert named
     assert sorted(named - kinds.keys() - histograms) == []
+
+
+def test_the_options_that_the_lab_page_speaks_of_exist() -> None:
+    page = (ROOT / "docs" / "lab.md").read_text()
+    group = typer.main.get_command(commands)
+    assert isinstance(group, typer.core.TyperGroup)
+    known = {option for command in group.commands.values() for parameter in command.params for option in parameter.opts}
+
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", page)) - {"-o"}
+
+    assert {"--policies", "--trace-block", "--tenant-field"} <= named
+    assert sorted(named - known) == []
+    assert set(re.findall(r"prefixbus lab (\w+)", page)) == set(group.commands)
