@@ -126,8 +126,10 @@ class Rules:
     lost_after_s: float = 3.0
     # A late message mends a gap for nothing: what a publisher's retry takes.
     gap_grace_s: float = 0.2
-    # Heartbeats overtake events, which go through a stream.
+    # Heartbeats overtake events, which go through a stream: by this much, or twice what they did last.
     tail_grace_s: float = 0.5
+    # No more than this is believed of how late events are.
+    lag_max_s: float = 30.0
     # Between two dumps asked of one worker; doubles while none comes, since a dump waits behind the same backlog.
     ask_every_s: float = 1.0
     ask_at_least_every_s: float = 30.0
@@ -260,7 +262,8 @@ class _Worker:
 
     The story is `complete` unless seqs below `last_seq` are `missing`, or are given up (all through `lost_through`), or
     are overdue above it (a heartbeat named them: through `overdue_through`). While it is not, `recent` holds every
-    event received with seq >= `floor`."""
+    event received with seq >= `floor`. Events come `lag_s` after heartbeats that name them; `lag_seq`, named at
+    `lag_named_at`, is to tell how late they are now (0: none is awaited)."""
 
     __slots__ = (
         "ask_at",
@@ -275,6 +278,9 @@ class _Worker:
         "floor",
         "heard_at",
         "incarnation",
+        "lag_named_at",
+        "lag_s",
+        "lag_seq",
         "last_seq",
         "lease",
         "lost_through",
@@ -303,6 +309,9 @@ class _Worker:
         self.overdue_through = 0
         self.claimed_seq = 0
         self.claim_due_at = math.inf
+        self.lag_s = 0.0
+        self.lag_seq = 0
+        self.lag_named_at = 0.0
         self.recent: list[_Kept] = []
         self.recent_blocks = 0
         self.floor = 1
@@ -353,6 +362,12 @@ class Ledger:
         """All workers with a lease, the suspect among them."""
         return (record.view() for record in self._leased.values())
 
+    def lag_s(self, worker: str) -> float:
+        """How much later than heartbeats its events come, in a stream that may have a backlog; to about the time
+        between two heartbeats."""
+        record = self._leased.get(worker)
+        return record.lag_s if record is not None else 0.0
+
     def incomplete(self) -> list[str]:
         """Workers with a lease whose story has holes."""
         return list(self._incomplete)
@@ -395,10 +410,11 @@ class Ledger:
             if record.lease is Lease.LOST:
                 self._take_back(record, at)
             self._turn(record, Sign.HEARD, effects)
+        self._measure_lag(record, last_seq, at)
         self._weigh_claim(record, at)
         if last_seq > record.last_seq and record.claim_due_at == math.inf:
             record.claimed_seq = last_seq
-            record.claim_due_at = at + self._rules.tail_grace_s
+            record.claim_due_at = at + max(self._rules.tail_grace_s, 2 * record.lag_s)
         self._ask_if_due(record, at, effects)
         return effects or NO_EFFECTS
 
@@ -576,6 +592,7 @@ class Ledger:
         record.recent_blocks = 0
         record.lost_through = record.overdue_through = 0
         record.claim_due_at = record.ask_at = math.inf
+        record.lag_seq = 0
         record.complete = False
         self._incomplete.pop(record.name, None)
 
@@ -646,6 +663,15 @@ class Ledger:
             record.claim_due_at = math.inf
             record.overdue_through = max(record.overdue_through, record.claimed_seq)
             self._falter(record, "tail", at)
+
+    def _measure_lag(self, record: _Worker, named_seq: int, at: float) -> None:
+        """Events that are late are no hole: who takes them for one asks for a dump, which is as late, again and again,
+        and believes half of what is known meanwhile."""
+        if record.lag_seq and record.last_seq >= record.lag_seq:
+            record.lag_s = min(at - record.lag_named_at, self._rules.lag_max_s)
+            record.lag_seq = 0
+        if not record.lag_seq and named_seq > record.last_seq:
+            record.lag_seq, record.lag_named_at = named_seq, at
 
     def _falter(self, record: _Worker, reason: str, at: float) -> None:
         """The story has a hole from here on."""
@@ -827,6 +853,8 @@ class Ledger:
         """The dump is whole: what it covers is no longer missing, and its slot is the worker's."""
         record.dump = None
         record.done_dump_id = dump.dump_id
+        # How long it took to mend a hole is not how late events are.
+        record.lag_seq = 0
         self._slots.reveal(dump.slots.gpu)
         self._renew_slot(record, dump.slots.gpu)
         if dump.slots.host is not None:

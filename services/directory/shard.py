@@ -35,7 +35,8 @@ from .trust import Ages, Trust, TrustRules
 SLICE_BLOCKS = 2048
 # The same for shedding, which takes up to a segment of a log more than it was asked for.
 SHED_BLOCKS = 1024
-# How long an answered request's announcement outlives it: its events come through the stream a little later.
+# How long an answered request's announcement outlives it: its events come through the stream a little later, or, where
+# that has a backlog, as late as others did before, twice over.
 EVENTS_FOLLOW_S = 1.0
 # No announcement is believed for longer without a new one, whatever its router says.
 ANNOUNCED_AT_MOST_S = 600.0
@@ -155,7 +156,8 @@ class Shard:
         """An attempt ended: its events are here or will be soon, or nothing will come. And was the prediction right?"""
         self.placement.outcome(outcome, now)
         answered = outcome.status == "ok"
-        self.predictions.ended(outcome.request_id, outcome.attempt, now + EVENTS_FOLLOW_S if answered else None)
+        follow_s = max(EVENTS_FOLLOW_S, 2 * self.ledger.lag_s(outcome.worker))
+        self.predictions.ended(outcome.request_id, outcome.attempt, now + follow_s if answered else None)
         if not answered or outcome.cached_tokens is None or outcome.predicted_tokens <= 0:
             return NO_EFFECTS
         view = self.ledger.view(outcome.worker)
