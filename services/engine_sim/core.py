@@ -292,12 +292,18 @@ class EngineCore:
         self.running.append(request)
         request.move(Event.ADMIT)
         pool.hold(hits)
-        reused = len(hits) * self.block_size
+        found = len(hits)
+        if request.delivered.start <= found < request.delivered.stop:
+            found = min(request.delivered.stop, reusable)
+        request.delivered = range(0)
+        reused = found * self.block_size
         request.computed = reused
         request.registered = len(hits)
         request.prefilling = True
         tokens = min(length - reused, budget)
         request.blocks = hits + pool.allocate(-(-(reused + tokens) // self.block_size) - len(hits))
+        if found > len(hits):
+            self._register(request, found, result)
         totals = self.totals
         totals.reused_tokens += reused
         totals.wrong_hits += sum(1 for b, o in zip(hits, sequence.origins, strict=False) if pool.origin(b) != o)

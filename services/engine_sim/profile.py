@@ -26,6 +26,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int = 8192
     """Token budget of a step, decode and prefill chunks together (vLLM's max_num_batched_tokens)."""
     max_num_seqs: int = 256
+    kv_token_bytes: int = 128 << 10
+    """KV of one token in all layers: 32 layers of 8 heads of 128 for an 8B model, K and V, two bytes each."""
 
     def chunk_ms(self, tokens: int, end: int) -> float:
         """Computing `tokens` prompt tokens, the last of which is number `end` of its sequence (the fixed part
@@ -75,6 +77,7 @@ H100_70B = Profile(
     prefill_attention_ms=4e-8 * 1.25,
     decode_sequence_ms=0.0,
     decode_context_token_ms=5.2e-5 * 0.625,
+    kv_token_bytes=320 << 10,
 )
 
 INSTANT = Profile(

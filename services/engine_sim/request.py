@@ -42,6 +42,7 @@ class Request:
         "blocks",
         "cached_tokens",
         "computed",
+        "delivered",
         "finish_reason",
         "finished_ms",
         "first_token_ms",
@@ -89,6 +90,8 @@ class Request:
         self.prefilling = True
         self.cached_tokens: int | None = None
         """Prompt tokens served from cache when first admitted; None before that, and never changed by a preemption."""
+        self.delivered = range(0)
+        """Blocks of the prompt that come from outside (a host store, another engine), for its first admission."""
         self.preemptions = 0
         self.finish_reason: str | None = None
         self.arrived_ms = now_ms

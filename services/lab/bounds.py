@@ -50,7 +50,7 @@ def shared_pool(setup: Setup, workload: Workload) -> BlockPool | None:
     cache = cache_of(setup.policy)
     if cache is Cache.OWN:
         return None
-    if setup.resets:
+    if setup.resets or setup.failures or setup.upgrade is not None:
         raise ConfigInvalid(
             "one cache of all workers cannot lose the part of one.",
             field="policies",

@@ -13,9 +13,11 @@ from ..bus.messages import Outcome
 from ..directory.index import Index
 from ..directory.placement import PlacementRules
 from ..directory.shard import Settings, Shard
+from ..engine_sim.profile import PRESETS
 from ..engine_sim.request import Request
 from .bounds import shared_pool
 from .false_index import FalseIndex
+from .fetching import Fetch
 from .lives import Lives
 from .results import Result, Sample, Served, WorkerTotals
 from .router import LOST_AFTER_S, Router
@@ -127,7 +129,7 @@ class World:
             next_at = started_at + self._arrivals[number + 1].at
             self.timeline.at(max(next_at, self.timeline.now), self._arrive, started_at, number + 1)
 
-    def _ended(self, outcome: Outcome, request: Request) -> None:
+    def _ended(self, outcome: Outcome, request: Request, fetch: Fetch | None) -> None:
         """A worker ended an attempt."""
         served = self._close(outcome.request_id, outcome.status, outcome.error)
         served.worker = outcome.worker
@@ -136,6 +138,10 @@ class World:
         served.predicted_tokens = outcome.predicted_tokens
         served.cached_tokens = outcome.cached_tokens
         served.prefill_tokens = outcome.prefill_tokens
+        if fetch is not None:
+            served.loaded_tokens = fetch.loaded_blocks * self._block_size
+            served.pulled_tokens = fetch.pulled_blocks * self._block_size
+            served.transferred_bytes = served.pulled_tokens * PRESETS[self.setup.profile].kv_token_bytes
         at_ms = served.at * 1000
         if request.scheduled_ms is not None:
             served.queue_ms = request.scheduled_ms - at_ms

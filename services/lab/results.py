@@ -27,6 +27,11 @@ class Served(msgspec.Struct, kw_only=True):
     predicted_tokens: int = 0
     cached_tokens: int | None = None
     prefill_tokens: int | None = None
+    # Of the last attempt: fetched from its worker's host store, and from another worker. They count as cached unless
+    # the engine found as much by then.
+    loaded_tokens: int = 0
+    pulled_tokens: int = 0
+    transferred_bytes: int = 0
     queue_ms: float | None = None
     ttft_ms: float | None = None
     e2e_ms: float | None = None

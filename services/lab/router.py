@@ -14,6 +14,7 @@ import msgspec
 
 from ..bus.errors import NoWorkers, Overloaded, PrefixbusError
 from ..bus.messages import VERSION, Accept, Dispatch, Dispatched, Holdings, Load, Lookup, Outcome, Route
+from ..engine_sim.profile import PRESETS
 from ..router import policy
 from ..router.attempts import QUEUE_TOO_LONG, STALE_HIT, WAITED, Attempts, Effect, Effects, pause_s
 from ..router.books import Books
@@ -22,8 +23,9 @@ from ..router.credit import Credit, said_blocks
 from ..router.fleet import Available, Fleet, Lost
 from ..router.holdings import corrected
 from ..router.learning import Learner
-from ..router.policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
+from ..router.policy import NO_LIMIT_MS, SCHEMES, Candidate, Decision, Policy
 from ..router.shortlist import Shortlist, shortlist
+from ..router.transfer import Links
 from . import rules
 from .inflight import InFlight
 from .rules import Rule, Sight, Truth
@@ -61,6 +63,7 @@ class Router:
         self.in_hand: dict[str, _Request] = {}
         self.rule = None if isinstance(setup.policy, Policy) else setup.policy(setup.seed)
         self.in_flight = InFlight(rules.HISTORY_S)
+        self.links = _links(setup)
         self._truth = truth
 
     def __repr__(self) -> str:
@@ -97,9 +100,11 @@ class Router:
             self.learner,
             weights,
             now,
-            whole_fleet=self.rule is not None or SCHEMES[weights.name].whole_fleet,
+            # With links the cheapest may be a worker that holds nothing.
+            whole_fleet=self.rule is not None or self.links is not None or SCHEMES[weights.name].whole_fleet,
             ordinal=next(self.ordinals),
             has_waited=has_waited,
+            links=self.links,
         )
         if self.rule is None:
             return policy.decide(short.shape, short.candidates, weights, now)
@@ -108,7 +113,7 @@ class Router:
     def _by_rule(self, rule: Rule, route: Route, arrival: Arrival, short: Shortlist, now: float) -> Decision:
         """A decision that stands whatever the worker's true queue is."""
         shape = short.shape
-        candidates = sorted(short.candidates, key=lambda one: one.worker)
+        candidates = sorted(map(_with_host, short.candidates), key=lambda one: one.worker)
         keys = memoryview(route.keys).cast("Q").tolist()
         if rules.cache_of(self.setup.policy) is not rules.Cache.OWN:
             # The directory says who computed what, and all have it.
@@ -394,7 +399,11 @@ class _Request:
             min_held_blocks=decision.min_held_blocks if is_bounded else 0,
         )
         self._wait_for_answer()
-        router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept)
+        source = ""
+        if router.links is not None and decision.pull is not None:
+            source = decision.pull.source
+            router.links.begun(source, attempts.worker, decision.pull.tokens, now)
+        router.wires.dispatch(attempts.worker, dispatch, self._arrival, router.hear_accept, source)
         believed_s = 2 * decision.ranking[0].ttft_ms / 1000 + ANNOUNCED_S
         self._announce(attempts.worker, now + believed_s, route.keys)
         router.wires.remember(route.tenant, route.ns_id, route.keys, self._held_blocks)
@@ -420,3 +429,23 @@ class _Request:
             shared_blocks=self._shared_blocks,
         )
         self._router.wires.announce(announced, self._router)
+
+
+def _links(setup: Setup) -> Links | None:
+    """What routers take transfers for. Those of other rules know of no pulls."""
+    pulls = setup.transfer_bandwidth if isinstance(setup.policy, Policy) else None
+    if not pulls and not setup.host_tokens:
+        return None
+    return Links(
+        PRESETS[setup.profile].kv_token_bytes,
+        bytes_per_ms=(pulls or 0.0) / 1000,
+        host_bytes_per_ms=setup.host_bandwidth / 1000 if setup.host_tokens else 0.0,
+    )
+
+
+def _with_host(candidate: Candidate) -> Candidate:
+    """To rules a block in the host store is a hit like others."""
+    if candidate.pull is None:
+        return candidate
+    cached_tokens = candidate.cached_tokens + candidate.pull.tokens
+    return msgspec.structs.replace(candidate, cached_tokens=cached_tokens, pull=None)

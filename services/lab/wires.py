@@ -22,6 +22,7 @@ from ..directory.ledger import AskDump, Effect
 from ..directory.shard import Shard
 from ..router.policy import Policy
 from .chance import Chance
+from .fetching import Line, Reply
 from .setup import Setup
 from .timeline import Timeline
 from .workload import Arrival
@@ -48,7 +49,10 @@ class Withdrawn(NamedTuple):
 class WorkerEnd(Protocol):
     incarnation: int
 
-    def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None: ...
+    def hear_dispatch(
+        self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None], source: str = ""
+    ) -> None: ...
+    def hear_pull(self, keys: Sequence[int], first: int, upto: int, reply: Reply) -> None: ...
     def hear_cancel(self, tenant: str, request_id: str) -> None: ...
     def hear_abort(self, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None) -> None: ...
     def hear_dump_request(self) -> None: ...
@@ -89,9 +93,12 @@ class Wires:
     def look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
         self._timeline.after(self._setup.hop_s, self._look_up, asked, reply)
 
-    def dispatch(self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
+    def dispatch(
+        self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None], source: str = ""
+    ) -> None:
+        """`source`: from which it is to pull up to where the dispatch says that it finds the prompt."""
         self.on_the_way[dispatch.request_id] = worker, arrival
-        self._timeline.after(self._setup.hop_s, self._dispatch, worker, dispatch, arrival, reply)
+        self._timeline.after(self._setup.hop_s, self._dispatch, worker, dispatch, arrival, reply, source)
 
     def abort(
         self, worker: str, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None = None
@@ -110,6 +117,10 @@ class Wires:
     def claim(self, request_id: str, reply: Callable[[bool], None]) -> None:
         """A router asks whether it may end a request of which an attempt may be running."""
         self._timeline.after(2 * self._setup.hop_s, self._claim, request_id, reply)
+
+    def pull(self, source: str, keys: Sequence[int], first: int, upto: int, reply: Reply) -> None:
+        """One worker asks another for what it should pull from it."""
+        self._timeline.after(self._setup.hop_s, self._pull, source, keys, first, upto, reply)
 
     def accept(self, accept: Accept, reply: Callable[[Accept], None]) -> None:
         self._timeline.after(self._setup.hop_s, reply, accept)
@@ -166,11 +177,13 @@ class Wires:
                 self.dumps_asked += 1
                 self._timeline.after(self._setup.hop_s, self._ask_dump, effect)
 
-    def _dispatch(self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
+    def _dispatch(
+        self, worker: str, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None], source: str
+    ) -> None:
         del self.on_the_way[dispatch.request_id]
         end = self.workers.get(worker)
         if end is not None:
-            end.hear_dispatch(dispatch, arrival, reply)
+            end.hear_dispatch(dispatch, arrival, reply, source)
 
     def _abort(self, worker: str, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None) -> None:
         end = self.workers.get(worker)
@@ -190,6 +203,13 @@ class Wires:
         end = self.workers.get(asked.worker)
         if end is not None and end.incarnation == asked.incarnation:
             end.hear_dump_request()
+
+    def _pull(self, source: str, keys: Sequence[int], first: int, upto: int, reply: Reply) -> None:
+        end = self.workers.get(source)
+        if end is None:
+            reply(0, Line())
+        else:
+            end.hear_pull(keys, first, upto, reply)
 
     def _look_up(self, asked: Lookup, reply: Callable[[Holdings], None]) -> None:
         self._timeline.after(self._setup.hop_s, reply, self.directory.lookup(asked, self._timeline.now))

@@ -8,10 +8,12 @@ Units: seconds on the timeline, milliseconds in the engine."""
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..bus.blockkeys import deepest_common, reusable_blocks
 from ..bus.messages import (
+    HOST,
     VERSION,
     Accept,
     Cleared,
@@ -31,6 +33,7 @@ from ..engine_sim.request import Request
 from ..engine_sim.sequence import EngineNamespace, VirtualSequence
 from ..router.policy import Policy
 from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Phase, Ticket, charged_ms
+from .fetching import Fetch, Fetching, Reply
 from .setup import MODEL, Setup, serves
 from .timeline import Life, Timeline
 from .warming import Warming
@@ -47,7 +50,7 @@ NO_LIMIT = 1 << 40
 class _Running:
     """An accepted request."""
 
-    __slots__ = ("arrival", "dispatch", "reply", "request", "ticket")
+    __slots__ = ("arrival", "dispatch", "fetch", "reply", "request", "ticket")
 
     def __init__(
         self,
@@ -62,6 +65,11 @@ class _Running:
         self.ticket = ticket
         self.request = request
         self.reply = reply
+        self.fetch: Fetch | None = None
+
+    @property
+    def is_fetching(self) -> bool:
+        return self.fetch is not None and self.fetch.ended_at is None
 
 
 class Worker:
@@ -72,7 +80,7 @@ class Worker:
         wires: Wires,
         setup: Setup,
         block_size: int,
-        on_end: Callable[[Outcome, Request], None],
+        on_end: Callable[[Outcome, Request, Fetch | None], None],
         incarnation: int = 1,
         revision: int = 0,
         pool: BlockPool | None = None,
@@ -119,6 +127,7 @@ class Worker:
         self._reported_at = -setup.report_gap_s
         self._report_is_due = False
         self.warming = Warming(self, setup)
+        self.fetching = Fetching(self._timeline, wires.pull, setup, block_size)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.core!r}>"
@@ -182,11 +191,17 @@ class Worker:
 
     # --- what is heard ---
 
-    def hear_dispatch(self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None]) -> None:
+    def hear_dispatch(
+        self, dispatch: Dispatch, arrival: Arrival, reply: Callable[[Accept], None], source: str = ""
+    ) -> None:
         now = self._timeline.now
         keys = memoryview(arrival.keys).cast("Q").tolist()
         held_blocks = self._held_blocks(keys, arrival.prompt_tokens)
-        expected_blocks = self._expected_blocks(arrival, held_blocks)
+        upto = self.fetching.host.depth(keys, held_blocks, reusable_blocks(arrival.prompt_tokens, self._block_size))
+        expected_blocks = self._expected_blocks(arrival, upto)
+        predicted_blocks = dispatch.predicted_tokens // self._block_size
+        if source:
+            upto = max(upto, predicted_blocks)
         offer = Offer(
             request_id=dispatch.request_id,
             attempt=dispatch.attempt,
@@ -204,7 +219,7 @@ class Worker:
             max_queue_ms=dispatch.max_queue_ms,
             accept_by_at=dispatch.accept_by_at,
             deadline_at=math.inf,
-            uncached_tokens=arrival.prompt_tokens - held_blocks * self._block_size,
+            uncached_tokens=arrival.prompt_tokens - max(held_blocks, upto) * self._block_size,
             is_warm=dispatch.is_warm,
             max_wait_ms=dispatch.max_wait_ms,
             min_held_blocks=dispatch.min_held_blocks,
@@ -233,7 +248,10 @@ class Worker:
         patience_s = ticket.patience_s(now)
         if patience_s < math.inf:
             self._timeline.after(patience_s, self._patience_ends, running)
-        if ticket.has_turn:
+        limit = reusable_blocks(arrival.prompt_tokens, self._block_size)
+        on_fetched = partial(self._fetched, running)
+        running.fetch = self.fetching.begin(keys, held_blocks, limit, source, predicted_blocks, on_fetched)
+        if ticket.has_turn and running.fetch is None:
             self._interrupt()
             self._submit(running)
             self.go_on()
@@ -245,7 +263,7 @@ class Worker:
         running = self._running.get(request_id)
         if running is None:
             return
-        if running.ticket.has_turn:
+        if running.ticket.has_turn and not running.is_fetching:
             self._interrupt()
             if not self.core.abort(running.request, now * 1000):
                 # Its last token is in the step under way.
@@ -302,10 +320,27 @@ class Worker:
             running = self._running[ticket.request_id]
             prompt_tokens = running.arrival.prompt_tokens
             held_blocks = self._held_blocks(memoryview(running.arrival.keys).cast("Q").tolist(), prompt_tokens)
+            if running.fetch is not None:
+                held_blocks = max(held_blocks, running.fetch.upto)
             if not self.admission.give_turn(prompt_tokens - held_blocks * self._block_size, self._timeline.now):
                 return
+            if not running.is_fetching:
+                self._interrupt()
+                self._submit(running)
+
+    def _fetched(self, running: _Running) -> None:
+        """All that the request waits for is here."""
+        fetch = running.fetch
+        if fetch is None or self._running.get(running.dispatch.request_id) is not running:
+            return
+        running.request.delivered = range(fetch.first, fetch.upto)
+        if running.ticket.has_turn:
             self._interrupt()
             self._submit(running)
+            self.go_on()
+
+    def hear_pull(self, keys: Sequence[int], first: int, upto: int, reply: Reply) -> None:
+        self.fetching.give(len(self.core.pool.lookup(keys, upto)), keys, first, upto, reply)
 
     def hear_abort(self, request_id: str, attempt: int, reply: Callable[[Withdrawn], None] | None) -> None:
         """Nothing that a living worker says gets lost, so nobody has a reason to stop what one has in hand."""
@@ -326,8 +361,11 @@ class Worker:
         if not self.core.reset_prefix_cache(reset_running_requests=True):
             raise AssertionError(f"{self!r} holds blocks")
         self._ns_ids.clear()
+        self.fetching.host.clear()
+        for running in self._running.values():
+            running.request.delivered = range(0)
         self._event_seq += 1
-        self._wires.events(KvEvents(VERSION, self.name, self.incarnation, self._event_seq, [Cleared()]))
+        self._wires.events(KvEvents(VERSION, self.name, self.incarnation, self._event_seq, [Cleared(host=True)]))
         self.go_on()
 
     # --- orders: what the engine does for nobody ---
@@ -362,6 +400,10 @@ class Worker:
         for key, ns_id in self._ns_ids.items():
             runs.setdefault(ns_id, []).append(key)
         stored = [Stored(ns_id, 0, _packed(keys)) for ns_id, keys in runs.items()]
+        runs = {}
+        for key, ns_id in self.fetching.host.items():
+            runs.setdefault(ns_id, []).append(key)
+        stored += [Stored(ns_id, 0, _packed(keys), HOST) for ns_id, keys in runs.items()]
         self._dump_id += 1
         dump = KvDump(VERSION, self.name, self.incarnation, self._event_seq, self._dump_id, 0, 1, stored)
         self._wires.events(dump)
@@ -484,9 +526,33 @@ class Worker:
             for key in stored.keys:
                 ns_ids[key] = ns_id
             ops.append(Stored(ns_id, stored.parent or 0, _packed(stored.keys)))
+        if self.fetching.host.capacity:
+            ops += self._written_through(result)
         if ops:
             self._event_seq += 1
             self._wires.events(KvEvents(VERSION, self.name, self.incarnation, self._event_seq, ops))
+
+    def _written_through(self, result: StepResult) -> list[Stored | Removed]:
+        """What the step changes in the host store. Chains are used when they are found, and when they are left."""
+        host = self.fetching.host
+        ops: list[Stored | Removed] = []
+        used = [(request, request.sequence.keys[: request.registered]) for request in result.admitted]
+        used += [
+            (request, request.sequence.keys[: request.computed // self._block_size]) for request in result.finished
+        ]
+        for request, keys in used:
+            ns_id = ns_of(request.namespace.salt or "", self.revision)
+            if host.store(ns_id, keys):
+                ops.append(Stored(ns_id, 0, _packed(keys), HOST))
+        for stored in result.stored:
+            ns_id = ns_of(stored.request.namespace.salt or "", self.revision)
+            if host.store(ns_id, stored.keys):
+                ops.append(Stored(ns_id, stored.parent or 0, _packed(stored.keys), HOST))
+        gone: dict[bytes, list[int]] = {}
+        for ns_id, key in host.removed:
+            gone.setdefault(ns_id, []).append(key)
+        host.removed.clear()
+        return ops + [Removed(ns_id, _packed(keys), HOST) for ns_id, keys in gone.items()]
 
     # --- ends ---
 
@@ -522,13 +588,21 @@ class Worker:
             cached_tokens=cached,
             prefill_tokens=None if cached is None else arrival.prompt_tokens - cached,
             output_tokens=request.outputs,
-            queue_wait_ms=running.ticket.queue_wait_ms(),
+            queue_wait_ms=self._waited_ms(running),
             ttft_ms=None if first_ms is None else first_ms - accepted_at * 1000,
             total_ms=(now - accepted_at) * 1000,
             ended_at=now,
         )
-        self._on_end(outcome, request)
+        self._on_end(outcome, request, running.fetch)
         self._wires.outcome(outcome)
+
+    @staticmethod
+    def _waited_ms(running: _Running) -> float | None:
+        """For others' prefills, or for what was fetched: neither is the engine's own time."""
+        waited_ms, fetch = running.ticket.queue_wait_ms(), running.fetch
+        if waited_ms is None or fetch is None or fetch.ended_at is None:
+            return waited_ms
+        return max(waited_ms, (fetch.ended_at - fetch.began_at) * 1000)
 
 
 def _packed(keys: list[int]) -> bytes:

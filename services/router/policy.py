@@ -61,6 +61,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     version: Annotated[str, Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = "default"
     # Per ms of prefill: what creating KV costs those whose KV it evicts.
     new_kv_price: Annotated[float, Meta(ge=0, le=10)] = 0.3
+    # The same for what is pulled from another worker, in addition, times rho/(1-rho) of the fleet: it is there twice
+    # then, and evicts what is there once and will be computed again.
+    copy_price: Annotated[float, Meta(ge=0, le=10)] = 1.0
     # Keeps a prefix that many sessions share from gathering them all; over 100 it costs reuse. Given only where
     # something is shared: traffic that never repeats has no use for a home, and would pay 2-3 % of its TTFT for it.
     # Whoever is computing what nobody holds yet is a home, too: 32 siblings of a short prompt are 20 ms of work.
@@ -111,7 +114,7 @@ class RequestShape(msgspec.Struct, frozen=True):
 
 class Pull(msgspec.Struct, frozen=True):
     """An offer: `source` has `tokens` of the prompt beyond what the candidate holds, and would give them in
-    `transfer_ms`."""
+    `transfer_ms`. A candidate that is its own source has them in its host store."""
 
     source: str
     tokens: int
@@ -165,6 +168,17 @@ class Terms(NamedTuple):
         """Of the prompt, what is not computed there."""
         pull = self.candidate.pull
         return self.candidate.cached_tokens + (pull.tokens if pull is not None and self.pulls else 0)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it pulls from another worker."""
+        pull = self.candidate.pull
+        return self.pulls and pull is not None and pull.source != self.candidate.worker
+
+    @property
+    def own_tokens(self) -> int:
+        """Of the prompt, what the worker has itself, on its GPU or in its host store."""
+        return self.candidate.cached_tokens if self.copies else self.found_tokens
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -231,7 +245,10 @@ def known(policy: Policy) -> Policy:
 def price(request: RequestShape, candidate: Candidate, policy: Policy, *, is_at_it: bool = False) -> Terms:
     """All terms of one candidate, which pulls if that is cheaper; `is_at_it`: as `_who_is_at_it` says."""
     computing = _price(request, candidate, policy, None, is_at_it)
-    if candidate.pull is None or candidate.only_reserved or request.fleet_rho > policy.max_pull_rho:
+    if candidate.pull is None:
+        return computing
+    is_copy = candidate.pull.source != candidate.worker
+    if is_copy and (candidate.only_reserved or request.fleet_rho > policy.max_pull_rho):
         return computing
     pulling = _price(request, candidate, policy, candidate.pull, is_at_it)
     return pulling if pulling.cost_ms < computing.cost_ms else computing
@@ -252,6 +269,9 @@ def _price(
         created + request.output_tokens, candidate.free_tokens, candidate.pinned_tokens, policy.kv_turnover_ms
     )
     new_kv_ms = policy.new_kv_price * speed * cost.kv_price_ms(model, created, prompt)
+    if pull is not None and pull.source != candidate.worker:
+        copied_ms = speed * cost.kv_price_ms(model, created - uncached, prompt - uncached)
+        new_kv_ms += policy.copy_price * cost.externality(request.fleet_rho, policy.externality_cap) * copied_ms
     work_ms = speed * cost.work_ms(model, uncached, prompt)
     externality_ms = cost.externality(candidate.rho, policy.externality_cap) * work_ms
     home_bonus_ms = policy.home_bonus_ms if is_at_it else _home_bonus_ms(request, candidate, policy)
@@ -425,13 +445,13 @@ def _first_permitted(
 def _name(request: RequestShape, chosen: Terms, ranked: list[Terms], barred_because: str, policy: Policy) -> str:
     if request.blind:
         return "blind"
-    if chosen.pulls:
+    if chosen.copies:
         return "remote-pull"
     candidate = chosen.candidate
     # `ranked` is in order of cost and max takes the first of equals.
-    warmest = max(ranked, key=_by_cached)
+    warmest = max(ranked, key=_by_own)
     is_home = candidate.worker == request.home
-    if warmest.candidate.cached_tokens - candidate.cached_tokens >= policy.min_reuse_tokens and not is_home:
+    if warmest.own_tokens - chosen.own_tokens >= policy.min_reuse_tokens and not is_home:
         if request.has_waited:
             return "spill-max-wait"
         if barred_because:
@@ -442,7 +462,7 @@ def _name(request: RequestShape, chosen: Terms, ranked: list[Terms], barred_beca
         return "cold-reserve"
     if is_home:
         return "home-worker"
-    return _BY_WARMTH[warmth(request.prompt_tokens, candidate.cached_tokens, request.block_size)]
+    return _BY_WARMTH[warmth(request.prompt_tokens, chosen.own_tokens, request.block_size)]
 
 
 def _bounds(request: RequestShape, ranked: list[Terms], policy: Policy, floor_tokens: int) -> tuple[float, float]:
@@ -482,8 +502,8 @@ def _by_cost(home: str, terms: Terms) -> tuple[float, float, bool, str]:
     return terms.cost_ms, terms.candidate.queue_ms, worker != home, worker
 
 
-def _by_cached(terms: Terms) -> int:
-    return terms.candidate.cached_tokens
+def _by_own(terms: Terms) -> int:
+    return terms.own_tokens
 
 
 def _by_name(candidate: Candidate) -> str:

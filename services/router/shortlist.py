@@ -4,19 +4,20 @@ Who must be among them so that the decision is the one that all workers together
 these come the home of a fresh prefix (DESIGN 6), who is computing the prompt already, and, so that people see what was
 passed over, the least loaded of all and of those who hold it to each depth.
 
-What a worker has in its host store is nothing that its engine would find: it counts as what others could pull from it,
+What a worker has in its host store is not on its GPU: it counts as what the worker, or others, could pull from it,
 and only where `links` are given. No bridge can pull yet, so the service gives none; whom a pull would make the cheapest
 of all may not be among the candidates.
 
 Owns: nothing.   Must not know: prices, NATS, how a fleet is kept.   Units: blocks, tokens, ms."""
 
+import math
 from collections.abc import Collection
 from operator import attrgetter
 from typing import NamedTuple
 
 from ..bus.blockkeys import reusable_blocks
 from ..bus.home import home
-from ..bus.messages import Holdings, Route
+from ..bus.messages import Holdings, Level, Route
 from .contenders import Group, Speeds, contenders
 from .fleet import Available
 from .learning import Learner
@@ -61,13 +62,14 @@ def shortlist(
     depths = {worker: depth for depth, workers in levels for worker in workers}
     names = {one.name: one for one in available}
     held_blocks = max((depth for worker, depth in depths.items() if worker in names), default=0)
-    home_worker = ""
-    if holdings is not None and held_blocks <= shared_blocks < len(route.keys) // 8:
-        home_worker = _home(route.keys, shared_blocks, available)
     reusable = reusable_blocks(route.prompt_tokens, block_size)
     trust = _trust(holdings, policy)
     announced = holdings.announced if holdings else {}
     sources = _sources(holdings, reusable, trust) if links is not None and holdings is not None else []
+    in_reach = max([held_blocks, *(depth for depth, _ in sources)])
+    home_worker = ""
+    if holdings is not None and in_reach <= shared_blocks < len(route.keys) // 8:
+        home_worker = _home(route.keys, shared_blocks, available)
     shape = RequestShape(
         prompt_tokens=route.prompt_tokens,
         output_tokens=route.output_tokens,
@@ -112,7 +114,7 @@ def shortlist(
                 worker.load.worker_class,
                 speed_of(one),
                 one.only_reserved,
-                None if links is None else _offer(one.name, blocks, sources, block_size, links),
+                None if links is None else _offer(one.name, blocks, sources, block_size, links, now),
                 depths.get(one.name, 0),
                 announced.get(one.name, 0),
                 trust.get(one.name, 1.0),
@@ -187,24 +189,43 @@ def _trust(holdings: Holdings | None, policy: Policy) -> dict[str, float]:
 
 
 def _sources(holdings: Holdings, reusable: int, trust: dict[str, float]) -> list[tuple[int, str]]:
-    """(depth, worker) of all that could give blocks, in either tier, be they open to new work or not."""
+    """(depth, worker) of all that could give blocks, in either tier, be they open to new work or not. What is only
+    announced cannot be given yet."""
     return [
-        (int(min(level.depth, reusable) * trust.get(worker, 1.0)), worker)
+        (int(min(level.depth - _not_there(holdings, level, worker), reusable) * trust.get(worker, 1.0)), worker)
         for level in holdings.levels
         for worker in level.workers
     ]
 
 
-def _offer(worker: str, blocks: int, sources: list[tuple[int, str]], block_size: int, links: Links) -> Pull | None:
-    """The most that another worker can give it beyond its `blocks`; of equals, the soonest."""
-    others = [(depth, one) for depth, one in sources if one != worker and depth > blocks]
-    if not others:
-        return None
-    deepest = max(depth for depth, _ in others)
-    tokens = (deepest - blocks) * block_size
-    offers = [(links.transfer_ms(one, worker, tokens), one) for depth, one in others if depth == deepest]
-    transfer_ms, source = min(offers)
-    return Pull(source, tokens, transfer_ms)
+def _not_there(holdings: Holdings, level: Level, worker: str) -> int:
+    return holdings.announced.get(worker, 0) if level.tier == "gpu" else 0
+
+
+def _offer(
+    worker: str, blocks: int, sources: list[tuple[int, str]], block_size: int, links: Links, now: float
+) -> Pull | None:
+    """The most that can come to it beyond its `blocks`; of equals, the soonest.
+
+    What its own host store has comes from there, be there more elsewhere or not."""
+    own = max((depth for depth, one in sources if one == worker), default=0)
+    own_tokens = max(0, own - blocks) * block_size
+    own_ms = links.transfer_ms(worker, worker, own_tokens) if own_tokens else 0.0
+    if own_ms == math.inf:
+        own_tokens, own_ms = 0, 0.0
+    held = blocks + own_tokens // block_size
+    others = [(depth, one) for depth, one in sources if one != worker and depth > held]
+    if others:
+        deepest = max(depth for depth, _ in others)
+        tokens = (deepest - held) * block_size
+        transfer_ms, source = min(
+            (links.wait_ms(one, worker, now) + links.transfer_ms(one, worker, tokens), one)
+            for depth, one in others
+            if depth == deepest
+        )
+        if transfer_ms < math.inf:
+            return Pull(source, own_tokens + tokens, max(own_ms, transfer_ms))
+    return Pull(worker, own_tokens, own_ms) if own_tokens else None
 
 
 def _mean_rho(available: list[Available], now: float) -> float:

@@ -1,11 +1,13 @@
 """How long KV takes from one worker to another, learned from transfers: `setup_ms + ms_per_byte * bytes`.
 
 A pair of workers starts from what all pairs together have shown, and all together from what is configured; each has
-its own from its first transfer on. Estimates are bounded and robust as regression.py says.
+its own from its first transfer on. Estimates are bounded and robust as regression.py says. From its own host store a
+worker loads at a rate that is configured.
 
 Owns: one regression for each of the last MAX_PAIRS pairs.   Must not know: who may pull what, NATS, clocks.
 Units: bytes, ms; KV in tokens of `kv_token_bytes` each.   Arithmetic only, like all that decisions are made from."""
 
+import math
 from collections import OrderedDict
 
 from .regression import Regression
@@ -19,16 +21,44 @@ MAX_PAIRS = 4096
 
 
 class Links:
-    """Estimates for all pairs of workers of a model. `kv_token_bytes` is the KV of one token, in all layers."""
+    """Estimates for all pairs of workers of a model. `kv_token_bytes` is the KV of one token, in all layers.
 
-    def __init__(self, kv_token_bytes: int, *, setup_ms: float = SETUP_MS, bytes_per_ms: float = BYTES_PER_MS) -> None:
+    No bytes a ms: there is no such way, and all takes for ever."""
+
+    def __init__(
+        self,
+        kv_token_bytes: int,
+        *,
+        setup_ms: float = SETUP_MS,
+        bytes_per_ms: float = BYTES_PER_MS,
+        host_bytes_per_ms: float = 0.0,
+    ) -> None:
         self._kv_token_bytes = kv_token_bytes
-        self._all = Regression((setup_ms, 1.0 / bytes_per_ms))
+        self._host_bytes_per_ms = host_bytes_per_ms
+        self._busy_until: dict[str, float] = {}
+        self._all = Regression((setup_ms, 1.0 / bytes_per_ms if bytes_per_ms else math.inf))
         self._pairs: OrderedDict[tuple[str, str], Regression] = OrderedDict()
 
     def transfer_ms(self, source: str, target: str, tokens: int) -> float:
+        """From its own host store if the source is the target."""
+        if source == target:
+            return tokens * self._kv_token_bytes / self._host_bytes_per_ms if self._host_bytes_per_ms else math.inf
         known = self._pairs.get((source, target), self._all)
         return known.predict((1.0, tokens * self._kv_token_bytes))
+
+    def wait_ms(self, source: str, target: str, now: float) -> float:
+        """How long until those transfers are over that were begun on either's link; `now` in seconds."""
+        if source == target:
+            return 0.0
+        free_at = max(self._busy_until.get(f">{source}", now), self._busy_until.get(f"<{target}", now))
+        return max(0.0, free_at - now) * 1000
+
+    def begun(self, source: str, target: str, tokens: int, now: float) -> None:
+        """One was ordered: it goes once those before it are over."""
+        if source != target:
+            ends_at = now + (self.wait_ms(source, target, now) + self.transfer_ms(source, target, tokens)) / 1000
+            self._busy_until = {line: at for line, at in self._busy_until.items() if at > now}
+            self._busy_until[f">{source}"] = self._busy_until[f"<{target}"] = ends_at
 
     def learn(self, source: str, target: str, transferred_bytes: int, took_ms: float) -> bool:
         """A transfer came whole in this time; False if that is no measurement."""

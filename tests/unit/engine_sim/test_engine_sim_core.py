@@ -671,3 +671,67 @@ def test_a_run_stops_where_the_next_request_arrives() -> None:
     assert result.steps == 11, "ten steps of 5.745 ms end before 60 ms; the eleventh starts before it"
     assert result.duration_ms > 60.0
     assert core.advance(now, float("inf")).steps == 1000 - 1 - 11
+
+
+# --- KV from outside
+
+
+def delivered(first: int, upto: int, tokens: int = 18) -> Request:
+    request = make_request(range(tokens))
+    request.delivered = range(first, upto)
+    return request
+
+
+def test_delivered_blocks_are_reused_as_if_they_had_been_here() -> None:
+    core = make_core()
+    request = delivered(0, 3)
+
+    results = run_alone(core, request)
+
+    assert request.cached_tokens == 3 * BLOCK
+    assert core.totals.computed_tokens == 18 - 3 * BLOCK
+    assert [key for result in results for stored in result.stored for key in stored.keys] == request.sequence.keys
+    assert core.pool.cached_keys == 4
+
+
+def test_of_delivered_blocks_those_follow_that_the_cache_has_not() -> None:
+    core = make_core()
+    run_alone(core, make_request(range(8)))
+
+    follows, is_too_long = delivered(1, 3), delivered(0, 9, tokens=16)
+    for request in (follows, is_too_long):
+        run_alone(core, request)
+
+    assert follows.cached_tokens == 3 * BLOCK
+    # At least one token is computed.
+    assert is_too_long.cached_tokens == 3 * BLOCK
+
+
+def test_delivered_blocks_behind_a_gap_are_of_no_use() -> None:
+    core = make_core()
+    request = delivered(2, 4)
+
+    run_alone(core, request)
+
+    assert request.cached_tokens == 0
+
+
+def test_delivered_blocks_evict_as_much_as_computed_ones() -> None:
+    core = make_core(num_blocks=6)
+    run_alone(core, make_request(range(100, 120)))
+
+    results = run_alone(core, delivered(0, 4))
+
+    assert sum(len(result.removed) for result in results) == 4
+
+
+def test_what_was_delivered_is_gone_with_a_preemption() -> None:
+    core = make_core(num_blocks=6, step_tokens=64)
+    elder, younger = make_request(range(100, 110), 12), delivered(0, 2, tokens=10)
+    core.add_request(elder)
+    core.add_request(younger)
+
+    finish_all(core)
+
+    assert younger.cached_tokens == 2 * BLOCK
+    assert core.totals.reused_tokens + core.totals.computed_tokens - core.totals.lost_tokens == 10 + 11 + 10

@@ -224,7 +224,9 @@ def test_a_pulled_copy_costs_others_what_a_computed_one_does() -> None:
 def test_nothing_is_pulled_while_the_fleet_is_busy(fleet_rho: float, name: str) -> None:
     holder = candidate("holder", PREFIX, queue_ms=1_000.0)
 
-    assert choose(shape(PREFIX + 1, fleet_rho=fleet_rho), holder, a_pull(400.0)).name == name
+    by = Policy(copy_price=0.0)
+
+    assert choose(shape(PREFIX + 1, fleet_rho=fleet_rho), holder, a_pull(400.0), by=by).name == name
 
 
 def test_nothing_is_pulled_into_slots_kept_for_cold_requests() -> None:
