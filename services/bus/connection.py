@@ -15,6 +15,7 @@ Owns: the client, subscriptions, pending requests.   Must not know: what message
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import ssl
 from collections import deque
@@ -31,10 +32,12 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
 from nats.protocol.command import hpub_cmd, pub_cmd
 
-from .errors import BusPermissionDenied, BusUnavailable, TooLarge, Unavailable
+from .errors import BusPermissionDenied, BusUnavailable, PrefixbusError, TooLarge, Unavailable
 
 Callback = Callable[[Msg], Awaitable[None]]
 Listener = Callable[[Msg], None]
+Settled = Callable[[PrefixbusError | None], None]
+"""Called once: with None when a message is stored, else with why it is not, or why nobody knows."""
 Start = Literal["new", "all", "last"]
 
 # Marks put in place of a header block that is not parsed; no block on the wire can hold such names.
@@ -185,14 +188,35 @@ def _one_line(value: str) -> str:
     return value.replace("\r", " ").replace("\n", " ") if "\n" in value or "\r" in value else value
 
 
-class _Pending:
-    """A request that waits for its reply."""
+class _Pending(NamedTuple):
+    """A request that waits for its reply, and who hears that, or why there is none."""
 
-    __slots__ = ("future", "subject")
+    subject: str
+    heard: Callable[[Msg | PrefixbusError], None]
+    timer: asyncio.TimerHandle
 
-    def __init__(self, subject: str, future: "asyncio.Future[Msg]") -> None:
-        self.subject = subject
-        self.future = future
+
+def _resolve(future: "asyncio.Future[Msg]", reply: Msg | PrefixbusError) -> None:
+    if future.done():
+        return  # who waited was cancelled, and has not run since
+    if isinstance(reply, PrefixbusError):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)
+
+
+def _stored_at(subject: str, reply: Msg) -> int:
+    """The sequence of an acknowledgement. :raises WrongSequence, BusUnavailable: it says that nothing is stored."""
+    try:
+        ack = _ack_decoder.decode(reply.data)
+    except msgspec.MsgspecError as exc:
+        raise BusUnavailable(f"{subject}: the acknowledgement cannot be read: {exc}") from exc
+    if ack.error is not None:
+        kind = WrongSequence if ack.error.get("err_code") == _WRONG_LAST_SEQUENCE else BusUnavailable
+        raise kind(f"{subject}: {ack.error.get('description')}")
+    if not ack.seq:
+        raise BusUnavailable(f"{subject}: the acknowledgement is empty.")
+    return ack.seq
 
 
 class Subscription:
@@ -351,21 +375,13 @@ class Bus:
 
         :raises NoResponders: just that.   :raises BusUnavailable: no reply in time, or not connected.
         :raises BusPermissionDenied: this connection may not publish there."""
-        # Who may answer somebody here may write into all of the inbox: an answer is known by its address alone.
-        token = secrets.token_hex(_TOKEN_BYTES)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Msg] = loop.create_future()
-        self._pending[token] = _Pending(subject, future)
-        timer = loop.call_later(timeout_s, self._time_out, token, subject, timeout_s)
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        token = self._ask(subject, payload, functools.partial(_resolve, future), timeout_s, headers)
         try:
-            self.send(subject, payload, reply=f"{self._inbox}.{_REPLIES}.{token}", headers=headers)
-            message = await future
-        finally:
-            timer.cancel()
-            del self._pending[token]
-        if message.headers and message.headers.get("Status") == "503":
-            raise NoResponders(f"nobody listens on {subject}")
-        return message
+            return await future
+        except asyncio.CancelledError:
+            self._settle(token, BusUnavailable("nobody waits for it any more"))
+            raise
 
     async def publish_acked(
         self,
@@ -400,15 +416,27 @@ class Bus:
                 failure = exc
         else:
             raise failure
+        return _stored_at(subject, reply)
+
+    def store(self, subject: str, payload: bytes, settled: Settled, *, timeout_s: float, msg_id: str = "") -> None:
+        """`publish_acked`, tried once, for where no task waits: `settled` is called when it is over, in the read loop
+        or, if nothing was sent, before this returns."""
+
+        def heard(reply: Msg | PrefixbusError) -> None:
+            failure: PrefixbusError | None = None
+            if isinstance(reply, PrefixbusError):
+                failure = reply
+            else:
+                try:
+                    _stored_at(subject, reply)
+                except PrefixbusError as exc:
+                    failure = exc
+            settled(failure)
+
         try:
-            ack = _ack_decoder.decode(reply.data)
-        except msgspec.MsgspecError as exc:
-            raise BusUnavailable(f"{subject}: the acknowledgement cannot be read: {exc}") from exc
-        if ack.error is not None:
-            if ack.error.get("err_code") == _WRONG_LAST_SEQUENCE:
-                raise WrongSequence(f"{subject}: {ack.error.get('description')}")
-            raise BusUnavailable(f"{subject}: {ack.error.get('description')}")
-        return ack.seq
+            self._ask(subject, payload, heard, timeout_s, {"Nats-Msg-Id": msg_id} if msg_id else None)
+        except PrefixbusError as exc:
+            settled(exc)
 
     async def check_streams(self, names: Sequence[str]) -> None:
         """Returns when all these streams are there.
@@ -643,15 +671,40 @@ class Bus:
         for listener in self.on_connection_change:
             listener(connected)
 
-    def _reply(self, message: Msg) -> None:
-        pending = self._pending.get(message.subject.rsplit(".", 1)[1])
-        if pending is not None and not pending.future.done():
-            pending.future.set_result(message)
+    def _ask(
+        self,
+        subject: str,
+        payload: bytes,
+        heard: Callable[[Msg | PrefixbusError], None],
+        timeout_s: float,
+        headers: dict[str, str] | None,
+    ) -> str:
+        """Sends it; `heard` is called once, later. The token by which its reply is known.
 
-    def _time_out(self, token: str, subject: str, timeout_s: float) -> None:
+        :raises BusUnavailable, TooLarge: it was not sent."""
+        # Who may answer somebody here may write into all of the inbox: an answer is known by its address alone.
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self.send(subject, payload, reply=f"{self._inbox}.{_REPLIES}.{token}", headers=headers)
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, token, timeout_s)
+        self._pending[token] = _Pending(subject, heard, timer)
+        return token
+
+    def _reply(self, message: Msg) -> None:
+        token = message.subject.rsplit(".", 1)[1]
         pending = self._pending.get(token)
-        if pending is not None and not pending.future.done():
-            pending.future.set_exception(BusUnavailable(f"no reply on {subject} within {timeout_s} s"))
+        if pending is not None:
+            is_nobody = message.headers and message.headers.get("Status") == "503"
+            self._settle(token, NoResponders(f"nobody listens on {pending.subject}") if is_nobody else message)
+
+    def _time_out(self, token: str, timeout_s: float) -> None:
+        self._settle(token, BusUnavailable(f"no reply on {self._pending[token].subject} within {timeout_s} s"))
+
+    def _settle(self, token: str, reply: Msg | PrefixbusError) -> None:
+        """An answer that comes twice, or late, is nobody's."""
+        pending = self._pending.pop(token, None)
+        if pending is not None:
+            pending.timer.cancel()
+            pending.heard(reply)
 
     def _heard_error(self, error: Exception) -> None:
         text = str(error) or type(error).__name__
@@ -667,7 +720,7 @@ class Bus:
         # nats: permissions violation for publish to "the.subject"
         denied = text.split('"')[1] if text.count('"') >= 2 else ""
         if "publish" in lowered:
-            for pending in self._pending.values():
+            for token, pending in list(self._pending.items()):
                 # nats-py lower-cases the server's text
-                if pending.subject.lower() == denied.lower() and not pending.future.done():
-                    pending.future.set_exception(BusPermissionDenied(f"publish to {pending.subject} is not allowed."))
+                if pending.subject.lower() == denied.lower():
+                    self._settle(token, BusPermissionDenied(f"publish to {pending.subject} is not allowed."))

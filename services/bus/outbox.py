@@ -1,15 +1,17 @@
-# ruff: noqa: TID251 - a shell: it waits on the event loop
+# ruff: noqa: TID251 - a shell: it keeps timers on the event loop
 """Records that must reach their stream, delivered in the background until they are acknowledged.
 
 Each has a message id, so that however often it is sent the stream keeps one. Past GIVE_UP_S the stream would no longer
-know the id: then it is given up, and whoever owns the outbox is told.
+know the id: then it is given up, and whoever owns the outbox is told. No task waits for an acknowledgement: there is a
+record for each request, and a task costs more than all else that is done for one here.
 
 Owns: what is not acknowledged yet (at most MOST_PENDING).   Must not know: what is in a record."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 
-import anyio.abc
+import msgspec
 
 from .connection import Bus
 from .errors import BusUnavailable, PrefixbusError
@@ -17,8 +19,20 @@ from .errors import BusUnavailable, PrefixbusError
 # Below the streams' duplicate window of 120 s.
 GIVE_UP_S = 100.0
 MOST_PENDING = 8192
+# A stream answers in 0.2 ms; each try waits this long for it.
+PATIENCE_S = 5.0
 _RETRY_FIRST_S = 0.2
 _RETRY_MAX_S = 2.0
+
+
+class _Record(msgspec.Struct):
+    """`retry_s`: how long after a failure the next try comes."""
+
+    subject: str
+    payload: bytes
+    msg_id: str
+    give_up_at: float
+    retry_s: float = _RETRY_FIRST_S
 
 
 class Outbox:
@@ -26,15 +40,9 @@ class Outbox:
     of each that is given up, too late or because too many wait already."""
 
     def __init__(
-        self,
-        bus: Bus,
-        tasks: anyio.abc.TaskGroup,
-        on_failure: Callable[[PrefixbusError, str], None],
-        *,
-        give_up_s: float = GIVE_UP_S,
+        self, bus: Bus, on_failure: Callable[[PrefixbusError, str], None], *, give_up_s: float = GIVE_UP_S
     ) -> None:
         self._bus = bus
-        self._tasks = tasks
         self._on_failure = on_failure
         self._give_up_s = give_up_s
         self._pending = 0
@@ -48,34 +56,25 @@ class Outbox:
         if self._pending >= MOST_PENDING:
             self._on_failure(BusUnavailable(f"{MOST_PENDING} records wait for acknowledgement already."), subject)
             return
-        if not self._pending:
-            self._idle.clear()
         self._pending += 1
-        self._tasks.start_soon(self._deliver, subject, payload, msg_id)
+        self._idle.clear()
+        self._send(_Record(subject, payload, msg_id, asyncio.get_running_loop().time() + self._give_up_s))
 
     async def idle(self) -> None:
         await self._idle.wait()
 
-    async def _deliver(self, subject: str, payload: bytes, msg_id: str) -> None:
-        try:
-            await self._until_acknowledged(subject, payload, msg_id)
-        except PrefixbusError as exc:
-            self._on_failure(exc, subject)
-        finally:
-            self._pending -= 1
-            if not self._pending:
-                self._idle.set()
+    def _send(self, record: _Record) -> None:
+        settled = functools.partial(self._settled, record)
+        self._bus.store(record.subject, record.payload, settled, timeout_s=PATIENCE_S, msg_id=record.msg_id)
 
-    async def _until_acknowledged(self, subject: str, payload: bytes, msg_id: str) -> None:
+    def _settled(self, record: _Record, failure: PrefixbusError | None) -> None:
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._give_up_s
-        delay = _RETRY_FIRST_S
-        while True:
-            try:
-                await self._bus.publish_acked(subject, payload, msg_id=msg_id, attempts=1)
-                return
-            except BusUnavailable:
-                if loop.time() + delay > give_up_at:
-                    raise
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _RETRY_MAX_S)
+        if isinstance(failure, BusUnavailable) and loop.time() + record.retry_s <= record.give_up_at:
+            loop.call_later(record.retry_s, self._send, record)
+            record.retry_s = min(2 * record.retry_s, _RETRY_MAX_S)
+            return
+        self._pending -= 1
+        if not self._pending:
+            self._idle.set()
+        if failure is not None:
+            self._on_failure(failure, record.subject)

@@ -136,7 +136,7 @@ class Desk:
         self.metrics = Metrics(rt.registry, rt.config.models)
         self.warming = Warming(rt, self.fleet, self.metrics)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
-        self.records = Outbox(rt.bus, rt.task_group, self.not_recorded)
+        self.records = Outbox(rt.bus, self.not_recorded)
         self.journal_key = journal_key
         self.ordinals = itertools.count()
         self.in_hand: dict[str, Request] = {}

@@ -122,9 +122,7 @@ class Bridge:
             pool=config.bridge.pool,
             template=self._identity.template_version,
         )
-        self._outbox = Outbox(
-            rt.bus, rt.task_group, lambda exc, subject: rt.caught(exc, "not recorded", subject=subject)
-        )
+        self._outbox = Outbox(rt.bus, lambda exc, subject: rt.caught(exc, "not recorded", subject=subject))
         self.streams = Streams(
             worker=self._worker,
             model=options.model,
