@@ -396,7 +396,7 @@ def _print_comparison(played: Sequence["Played"]) -> None:
         known = [one.figures for one in some if one.figures is not None]
         if never or not known:
             times.add_row(label, "never ends")
-            notes.append(f"{label} never ends: {never[0]}, a day after the last one came")
+            notes.append(f"{label} never ends: {never[0]}, two hours after the last one came")
             continue
         means = [figures.ttft_ms.mean for figures in known if figures.ttft_ms is not None]
         if not means:

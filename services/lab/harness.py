@@ -33,15 +33,15 @@ TICK_S = 0.1
 SETTLE_S = 2.0
 # How often it is looked at what workers hold, in the time from the first arrival to the last.
 SAMPLES = 20
-# Nothing takes longer than this after the last arrival but a run that will never end.
-GIVE_UP_S = 24 * 3600.0
+# What takes longer than this after the last arrival is an overload that no user waits out.
+GIVE_UP_S = 2 * 3600.0
 
 Watch = Callable[[float], None]
 """Is told now and then which share of the requests has come."""
 
 
 class NeverEnds(RuntimeError):
-    """Requests are still open a day after the last one came: the fleet is overloaded beyond sense, or hangs."""
+    """Requests are still open two hours after the last one came: the fleet is overloaded beyond sense, or hangs."""
 
 
 class World:
@@ -72,7 +72,7 @@ class World:
         return f"<World {self.timeline!r} open={self._open}>"
 
     def run(self) -> Result:
-        """:raises NeverEnds: requests are left, a day after the last one came."""
+        """:raises NeverEnds: requests are left, two hours after the last one came."""
         timeline = self.timeline
         started_at = self.setup.hop_s
         self.lives.start(started_at)

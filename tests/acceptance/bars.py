@@ -4,9 +4,11 @@ Owns: the bars.   Must not know: how figures are measured or shown.   Source: DE
 
 from typing import NamedTuple
 
+from prefixbus.lab.spread import Spread
+
 from . import plan
 from .cells import OURS
-from .compare import Known, Spread, figure
+from .compare import Known, figure
 
 # Rules of the bar "published": each at its published default.
 AGAINST = ("round-robin", "least-loaded", "threshold", "overlap", "exploit-explore", "consistent-hash")
@@ -45,6 +47,10 @@ def bars(tables: list[plan.Table], measured: Known) -> list[Bar]:
     ):
         if key in by_key:
             some += _columns(by_key[key], column, limit, measured)
+    if "tiers" in by_key:
+        some += _tiers(by_key["tiers"], measured)
+    if "faults" in by_key:
+        some += _faults(by_key["faults"], measured)
     if "scenarios" in by_key:
         some += _scenarios(by_key["scenarios"], measured)
     return some
@@ -97,6 +103,33 @@ def _columns(table: plan.Table, column: str, limit: float, measured: Known) -> l
     ]
 
 
+def _tiers(table: plan.Table, measured: Known) -> list[Bar]:
+    """A host tier against none, the policy the same."""
+    row, columns = dict(table.rows)["conv x1"], dict(table.columns)
+    return [
+        Bar(
+            f"conv x1 with a host tier of 4x: {name} to without",
+            0.90,
+            _ratio(
+                figure(table, row, columns[f"{OURS}, host tier of 4x"], name, measured),
+                figure(table, row, columns[OURS], name, measured),
+            ),
+        )
+        for name in ("mean", "p95")
+    ]
+
+
+def _faults(table: plan.Table, measured: Known) -> list[Bar]:
+    rows, columns = dict(table.rows), dict(table.columns)
+    some = []
+    for label in ("conv x1, false directory", "syn x1, false directory"):
+        row = rows[label]
+        ours = figure(table, row, columns[OURS], "mean", measured)
+        turns = figure(table, row, columns["round-robin"], "mean", measured)
+        some.append(Bar(f"{label}: mean to round-robin", 1.0, _ratio(ours, turns)))
+    return some
+
+
 def _scenarios(table: plan.Table, measured: Known) -> list[Bar]:
     rows, columns = dict(table.rows), dict(table.columns)
 
@@ -105,10 +138,12 @@ def _scenarios(table: plan.Table, measured: Known) -> list[Bar]:
 
     hot, new, sessions = "one hot prefix, near saturation", "never repeats", "sessions, one system prompt"
     reuse, imbalance = of(sessions, OURS, "reuse"), of(sessions, OURS, "imbalance")
+    siblings = of("200 siblings at once", OURS, "reuse")
     return [
         Bar(f"{hot}: mean to round-robin", 1.0, _ratio(of(hot, OURS, "mean"), of(hot, "round-robin", "mean"))),
         Bar(f"{hot}: p95 to round-robin", 1.0, _ratio(of(hot, OURS, "p95"), of(hot, "round-robin", "p95"))),
         Bar(f"{new}: mean to least-loaded", 1.01, _ratio(of(new, OURS, "mean"), of(new, "least-loaded", "mean"))),
+        Bar("200 siblings at once: token reuse", 0.75, siblings.mean if siblings else None, is_floor=True),
         Bar(f"{sessions}: token reuse", 0.82, reuse.mean if reuse else None, is_floor=True),
         Bar(f"{sessions}: busiest worker to mean", 2.0, imbalance.mean if imbalance else None),
     ]

@@ -4,6 +4,7 @@ Owns: what a cell is, how it is run, its name on disk.   Must not know: which ce
 
 import functools
 import hashlib
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,42 +32,22 @@ TRACES = {
 }
 
 
-def several_documents(seed: int) -> Workload:
-    """200 questions to each of five documents of 40,000 tokens, one document after the other."""
-    parts = [
-        synthetic.hot_and_cold(
-            hot_rate=20, cold_rate=0.001, seconds=10, hot_tokens=40_000, question_tokens=100, seed=5 * seed + number
-        )
-        for number in range(5)
-    ]
-    whole = parts[0]
-    for number, part in enumerate(parts[1:], start=1):
-        whole += Workload([_told_apart(arrival, number, 12.0 * number) for arrival in part.arrivals], part.block_size)
-    return whole
-
-
-def _told_apart(arrival: Any, number: int, later_s: float) -> Any:
-    """Another document: the same lengths, no block in common."""
-    mark = number.to_bytes(8, "little")
-    keys = b"".join(
-        bytes(a ^ b for a, b in zip(arrival.keys[at : at + 8], mark, strict=True))
-        for at in range(0, len(arrival.keys), 8)
-    )
-    return msgspec.structs.replace(arrival, at=arrival.at + later_s, keys=keys)
-
-
 SCENARIOS: dict[str, Callable[[int], Workload]] = {
-    "one hot prefix, near saturation": lambda seed: synthetic.zipf_prefixes(
-        rate=95, count=2000, prefixes=100, exponent=1.2, seed=seed
-    ),
+    "one hot prefix, near saturation": lambda seed: synthetic.zipf_prefixes(rate=95, count=2000, seed=seed),
     "never repeats": lambda seed: synthetic.never_repeating(rate=25, count=1500, seed=seed),
     "sessions, one system prompt": lambda seed: synthetic.sessions(sessions=160, turns=8, seconds=60, seed=seed),
-    "one document, 200 requests at once": lambda _seed: synthetic.burst(count=200, prompt_tokens=40_000),
-    "five documents in turn": several_documents,
+    "200 siblings at once": lambda _seed: synthetic.burst(count=200, prompt_tokens=8000),
+    "one long document, then several": lambda seed: synthetic.long_documents(rate=12, seed=seed),
+    "hot worker": lambda seed: synthetic.hot_worker(rate=30, seconds=30, seed=seed),
+    "local hit": lambda seed: synthetic.asked_again(documents=60, seed=seed),
+    "remote hit": lambda seed: synthetic.asked_again(documents=60, busy_tokens=20_000, seed=seed),
     "hot documents and rare cold requests": lambda seed: synthetic.hot_and_cold(
         hot_rate=60, cold_rate=2, seconds=30, seed=seed
     ),
 }
+
+
+_FIELDS = typing.get_type_hints(Setup, include_extras=True)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +96,8 @@ def measure(cell: Cell, data: Path) -> Measured:
         asked = recorded(data, cell.traffic).faster(cell.speed)
     else:
         asked = SCENARIOS[cell.traffic](cell.seed).faster(cell.speed)
-    setup = msgspec.convert({**cell.setup, "seed": cell.seed}, Setup)
+    fields = {name: msgspec.convert(value, _FIELDS[name]) for name, value in cell.setup.items()}
+    setup = Setup(**fields, seed=cell.seed)
     policy = Policy(**cell.weights) if cell.policy == OURS else ruled(cell.policy)
     changes: dict[str, Any] = {"policy": policy}
     if cell.estimate != 1.0:

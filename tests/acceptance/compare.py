@@ -1,30 +1,13 @@
 """Figures of several runs beside each other.
 
-A difference smaller than the spread of either side over the seeds is said to be none.
-
 Owns: how figures are compared.   Must not know: how they are measured or shown."""
 
-import statistics
-from typing import NamedTuple
+from prefixbus.lab.spread import Spread, spread
 
 from .cells import Measured
 from .plan import Fields, Table
 
 Known = dict[str, Measured]
-
-
-class Spread(NamedTuple):
-    """A figure over the seeds."""
-
-    mean: float
-    half_width: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.0f}" if self.half_width < 0.5 else f"{self.mean:.0f} ± {self.half_width:.0f}"
-
-
-def spread(values: list[float]) -> Spread:
-    return Spread(statistics.fmean(values), (max(values) - min(values)) / 2)
 
 
 def figure(table: Table, row: Fields, column: Fields, name: str, measured: Known) -> Spread | None:
@@ -41,6 +24,7 @@ def figure(table: Table, row: Fields, column: Fields, name: str, measured: Known
                 "p95": figures.ttft_ms.p95,
                 "reuse": figures.token_reuse,
                 "imbalance": figures.imbalance_requests,
+                "lost": float(figures.requests - figures.ended.get("ok", 0)),
             }[name]
         )
     return spread(values)
@@ -48,6 +32,5 @@ def figure(table: Table, row: Fields, column: Fields, name: str, measured: Known
 
 def difference(ours: Spread, other: Spread) -> str:
     """Ours to the other's, in percent; "none" within the spread."""
-    if abs(ours.mean - other.mean) <= ours.half_width + other.half_width:
-        return "none"
-    return f"{100 * (ours.mean / other.mean - 1):+.1f} %"
+    share = ours.against(other)
+    return "none" if share is None else f"{100 * share:+.1f} %"

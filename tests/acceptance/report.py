@@ -3,10 +3,11 @@
 Owns: how figures are said.   Must not know: how they are measured."""
 
 from prefixbus.lab.rules import RULES, ruled
+from prefixbus.lab.spread import Spread
 
 from .bars import Bar, bars
 from .cells import OURS
-from .compare import Known, Spread, difference, figure
+from .compare import Known, difference, figure
 from .plan import Table
 
 
@@ -15,7 +16,8 @@ def said(value: Spread | None, name: str) -> str:
         return "never ends"
     if name in ("reuse", "imbalance"):
         return f"{value.mean:.3f}" if name == "reuse" else f"{value.mean:.2f}"
-    return str(value)
+    half = value.width / 2
+    return f"{value.mean:.0f}" if half < 0.5 else f"{value.mean:.0f} ± {half:.0f}"
 
 
 def table(one: Table, measured: Known) -> str:
@@ -79,9 +81,11 @@ KV each unless said), so absolute times are those of the model; what is compared
 prompts are lengths and chained block ids, so what repeats in them is real. `conv` and `syn` are the Mooncake (FAST'25)
 conversation and synthetic traces, `tau` is made from tau-bench's airline dialogs; `xN` means that requests arrive N
 times as fast as recorded. Each seed shifts every arrival by up to 5 ms, which reorders those recorded at one instant;
-figures are means over the seeds, ± half their range, and a difference within it is called none.
+figures are means over the seeds, ± half their range, and a difference no larger than that range is called none.
 
-**Every rule plays on the same ground**: the same hits from the same directory, the same engines, the same bridges.
+**Every rule plays on the same ground**: the same hits from the same directory, the same queues as bridges report them,
+the same engines. What is ours alone is what belongs to the product: bridges that keep the order of what waits, true
+queues in their answers, and announced placements; other routers hand their engine all at once, as they do in life.
 """
 
 
