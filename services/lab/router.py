@@ -113,7 +113,7 @@ class Router:
     def _by_rule(self, rule: Rule, route: Route, arrival: Arrival, short: Shortlist, now: float) -> Decision:
         """A decision that stands whatever the worker's true queue is."""
         shape = short.shape
-        candidates = sorted(map(_with_host, short.candidates), key=lambda one: one.worker)
+        candidates = [_with_host(one, shape.block_size) for one in sorted(short.candidates, key=lambda one: one.worker)]
         keys = memoryview(route.keys).cast("Q").tolist()
         if rules.cache_of(self.setup.policy) is not rules.Cache.OWN:
             # The directory says who computed what, and all have it.
@@ -443,9 +443,15 @@ def _links(setup: Setup) -> Links | None:
     )
 
 
-def _with_host(candidate: Candidate) -> Candidate:
-    """To rules a block in the host store is a hit like others."""
+def _with_host(candidate: Candidate, block_size: int) -> Candidate:
+    """To rules a block in the host store is a hit like others: it is there, and reported."""
     if candidate.pull is None:
         return candidate
     cached_tokens = candidate.cached_tokens + candidate.pull.tokens
-    return msgspec.structs.replace(candidate, cached_tokens=cached_tokens, pull=None)
+    return msgspec.structs.replace(
+        candidate,
+        cached_tokens=cached_tokens,
+        held_blocks=cached_tokens // block_size,
+        announced_blocks=0,
+        pull=None,
+    )

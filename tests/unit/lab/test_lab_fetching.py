@@ -145,9 +145,10 @@ def test_a_host_store_keeps_what_the_gpu_evicts(load: Workload) -> None:
         assert 0 < len(worker.fetching.host) <= 4 * KV_TOKENS // BLOCK
 
 
-def test_rules_have_the_host_store_too(load: Workload) -> None:
+@pytest.mark.parametrize("rule", ["overlap:64", "threshold", "exploit-explore"])
+def test_rules_have_the_host_store_too(load: Workload, rule: str) -> None:
     plain, host = (
-        run(Setup(policy=ruled("overlap:64"), workers=4, kv_tokens=KV_TOKENS, host_tokens=tokens), load)
+        run(Setup(policy=ruled(rule), workers=4, kv_tokens=KV_TOKENS, host_tokens=tokens), load)
         for tokens in (0, 4 * KV_TOKENS)
     )
 
