@@ -1,16 +1,15 @@
 # ruff: noqa: TID251 - shell: one request's life on the event loop
-"""One request from its arrival at the router to its end: looks up, decides, dispatches, and answers for it.
+"""One request from its arrival at the router to its end: sent to the worker of its choice, and answered for.
 
 What to do next is attempts.py's to say; here its effects are carried out, and what is heard (answers of bridges, lost
 leases, cancels, timers) is put in order in a mailbox and told to it, one by one.
 
 Owns: the timers and the mailbox of each request in hand, and what those requests share.
-Must not know: how a policy chooses, how subscriptions are made."""
+Must not know: what a choice is made from (choice.py), how subscriptions are made."""
 
 import asyncio
 import contextlib
 import functools
-import itertools
 import math
 import secrets
 from collections import deque
@@ -19,57 +18,44 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from .. import __version__
-from ..bus import frames, namespace, subjects
+from ..bus import frames, subjects
 from ..bus.cancels import Cancels
-from ..bus.connection import NoResponders, WrongSequence
+from ..bus.connection import WrongSequence
 from ..bus.errors import (
     BusUnavailable,
-    DeadlineExceeded,
-    NoWorkers,
     Overloaded,
     PrefixbusError,
     Unavailable,
-    UnknownModel,
 )
 from ..bus.messages import (
     ABORT,
     DECISION,
     DISPATCH,
     DISPATCHED,
-    HOLDINGS,
     JOB,
-    LOOKUP,
     OUTCOME,
     VERSION,
     WARM,
     Abort,
     Accept,
     ControlReply,
+    DecisionRecord,
     Dispatch,
     Dispatched,
-    Holdings,
-    Lookup,
     MessageInvalid,
     Outcome,
     Route,
-    ShadowRecord,
 )
 from ..bus.outbox import Outbox
 from ..bus.runtime import Runtime
-from . import cost, gains, journal, overload, policy
+from . import gains, journal
 from .addresses import Addresses
 from .attempts import QUEUE_TOO_LONG, RUNNING, STALE_HIT, WAITED, Attempts, Effect, Effects, State, pause_s
 from .books import Books
-from .credit import Credit, said_blocks
-from .fleet import Available, Fleet, Lost, Survey
-from .holdings import check, corrected
-from .learning import Learner
+from .choice import Choice, Choices
+from .fleet import Fleet, Lost
 from .metrics import Metrics, OfClass, WorkerGauges
-from .patience import Patience
-from .policy import NO_LIMIT_MS, SCHEMES, Decision, Policy
-from .rollout import Rollout
-from .shortlist import Shortlist, shortlist
+from .policy import NO_LIMIT_MS, Decision
 from .warming import Warming
 
 # A stream takes a claim in 0.2 ms; an end waits no longer than this for it, nor does a router that is going away.
@@ -106,8 +92,6 @@ ANNOUNCED_S = 10.0
 # It is believed this long beyond the time to accept it, if its worker does not list it as accepted: its router may be
 # gone, and would not take it back.
 UNLISTED_S = 2.0
-# For what is wrong, load apart.
-RETRY_AFTER_S = 1
 # Each holds its prompt until its first frame; beyond it new ones are refused.
 MAX_IN_HAND = 20_000
 ADDRESS_KEY_BYTES = 16
@@ -127,18 +111,11 @@ class Desk:
         self.books = Books(self.fleet)
         self.cancels = Cancels()
         self.addresses = Addresses(rt.bus.inbox_prefix, secrets.token_bytes(ADDRESS_KEY_BYTES))
-        # By shard of the directory: one that hangs says nothing about another.
-        self.patience = [Patience() for _ in range(rt.config.directory.shards)]
-        # The same of one that is wrong all the time.
-        self.credit = [Credit() for _ in range(rt.config.directory.shards)]
-        self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
-        self.rollout = Rollout(self.configured)
         self.metrics = Metrics(rt.registry, rt.config.models)
         self.warming = Warming(rt, self.fleet, self.metrics)
         rt.registry.register(WorkerGauges(self.fleet, self.clock.now))
         self.records = Outbox(rt.bus, self.not_recorded)
-        self.journal_key = journal_key
-        self.ordinals = itertools.count()
+        self.choices = Choices(rt, self.fleet, self.books, self.metrics, self._record, journal_key)
         self.in_hand: dict[str, Request] = {}
         self.by_label: dict[tuple[str, str], dict[str, Request]] = {}
         self.answered: dict[str, None] = {}
@@ -147,8 +124,6 @@ class Desk:
         self.clients_are_back_at = -math.inf
         self.empty = asyncio.Event()
         self.empty.set()
-        self.models = {name: cost.profile_of(name, section.profile) for name, section in rt.config.models.items()}
-        self.learner = Learner(self.models)
 
     async def serve(self, route: Route) -> None:
         """A request from arrival to end. Never raises: what goes wrong with one is no other's business."""
@@ -229,7 +204,7 @@ class Desk:
         now = self.clock.now()
         around = self.fleet.surroundings(outcome.request_id, outcome.attempt, outcome.worker, outcome.ttft_ms)
         if around is not None:
-            self.metrics.prefill_samples.labels(self.learner.hear(outcome, around, now)).inc()
+            self.metrics.prefill_samples.labels(self.choices.learner.hear(outcome, around, now)).inc()
         self.fleet.settle(outcome.request_id, outcome.attempt, now)
         if request is not None:
             request.post(functools.partial(request.hear_outcome, outcome))
@@ -257,6 +232,10 @@ class Desk:
         with contextlib.suppress(BusUnavailable):
             self.bus.send(subjects.control(worker, "abort"), payload, reply=reply)
 
+    def _record(self, record: DecisionRecord) -> None:
+        msg_id = f"decision-{record.request_id}-{self.addresses.name(record.request_id, record.attempt)}"
+        self.records.put(subjects.journal(record.request_id), DECISION.encode(record), msg_id)
+
     def not_recorded(self, error: PrefixbusError, subject: str) -> None:
         self.metrics.journal_lost.inc()
         self.rt.caught(error, "a decision or an end is not recorded", subject=subject)
@@ -277,18 +256,7 @@ class Request:
         self._mailbox: deque[Callable[[], Effects]] = deque()
         self._mail = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._holdings: Holdings | None = None
-        self._asked_at = 0.0
-        # How many blocks workers hold by their bridges' own word.
-        self._told: dict[str, int] = {}
-        # The directory's answer, with what was dispatched since, corrected by that word.
-        self._known: Holdings | None = None
-        self._shared_blocks = 0
-        self._decision: Decision | None = None
-        self._block_size = 1
-        # Of the worker it was last sent to; and why that is not one that holds more.
-        self._pool = ""
-        self._left_because = ""
+        self._choice = Choice(desk.choices, route, self.attempts)
         self._stale: Accept | None = None
         self._code = ""
         self._announced = 0
@@ -324,24 +292,24 @@ class Request:
 
     def hear_accept(self, accept: Accept) -> Effects:
         """A bridge's word on an attempt: taken, refused, given back, or about to publish its first frame."""
-        foreign = self.attempts.of_another_life(accept.attempt, accept.worker, accept.incarnation)
+        foreign = self._of_another_life(accept.attempt, accept)
         if foreign is not None:
-            self._desk.metrics.foreign_answers.inc()
             return foreign
         self._stale = accept
         if accept.refused == STARTED:
             effects = self.attempts.started(accept.attempt)
             if self.attempts.state is State.STREAMING:
                 # Nobody else will be asked: a long answer should not hold its prompt here.
-                self._route = msgspec.structs.replace(self._route, keys=b"", job=b"")
+                self._route = self._choice.route = msgspec.structs.replace(self._route, keys=b"", job=b"")
         elif accept.refused:
             self._desk.warming.refused(self._route.ns_id, accept.refused)
             if accept.refused in (QUEUE_TOO_LONG, WAITED):
                 now = self._desk.clock.now()
                 self._desk.fleet.correct(accept.worker, accept.incarnation, accept.queue_ms, now)
             elif accept.refused == STALE_HIT:
-                self._told[accept.worker] = accept.held_blocks
-                self._found(accept.attempt, accept.held_blocks)
+                self._choice.correct(accept.worker, accept.held_blocks)
+                if accept.attempt == self.attempts.attempt:
+                    self._choice.found(accept.held_blocks)
             return self.attempts.refused(accept.attempt, accept.refused)
         else:
             effects = self.attempts.accepted(accept.attempt)
@@ -352,23 +320,25 @@ class Request:
             self._doubt(DOUBT_S)
         return effects
 
+    def _of_another_life(self, attempt: int, said: Accept | ControlReply) -> Effects | None:
+        foreign = self.attempts.of_another_life(attempt, said.worker, said.incarnation)
+        if foreign is not None:
+            self._desk.metrics.foreign_answers.inc()
+        return foreign
+
     def hear_withdrawn(self, attempt: int, reply: ControlReply) -> Effects:
         """A bridge that knows how far the attempt was is the one that had it; that it was not begun is believed of the
         addressed life alone."""
-        if not reply.error:
-            foreign = self.attempts.of_another_life(attempt, reply.worker, reply.incarnation)
-            if foreign is not None:
-                self._desk.metrics.foreign_answers.inc()
-                return foreign
+        foreign = None if reply.error else self._of_another_life(attempt, reply)
+        if foreign is not None:
+            return foreign
         return self.attempts.withdrawn(attempt, reply.error)
 
     def hear_status(self, attempt: int, reply: ControlReply) -> Effects:
         """What the bridge says of an attempt of which nothing was heard for long."""
-        if not reply.error:
-            foreign = self.attempts.of_another_life(attempt, reply.worker, reply.incarnation)
-            if foreign is not None:
-                self._desk.metrics.foreign_answers.inc()
-                return foreign
+        foreign = None if reply.error else self._of_another_life(attempt, reply)
+        if foreign is not None:
+            return foreign
         if reply.error == ENDED and self._said_ended != attempt:
             # Its outcome may be on its way.
             self._said_ended = attempt
@@ -392,23 +362,13 @@ class Request:
     def hear_outcome(self, outcome: Outcome) -> Effects:
         if not self.attempts.ended:
             self._code = outcome.error if outcome.status != "ok" else ""
-        decision = self._decision
+        choice = self._choice
+        decision = choice.decision
         if outcome.attempt == self.attempts.attempt and outcome.cached_tokens is not None and decision is not None:
             saved_ms = gains.saved_prefill_ms(decision, outcome.prompt_tokens, outcome.cached_tokens)
             self._desk.metrics.gained(self._of_class(), saved_ms, gains.extra_queue_ms(decision))
-            self._found(outcome.attempt, outcome.cached_tokens // self._block_size)
+            choice.found(outcome.cached_tokens // choice.block_size)
         return self.attempts.outcome(outcome.attempt)
-
-    @property
-    def _credit(self) -> Credit:
-        credit = self._desk.credit
-        return credit[namespace.shard_of(self._route.ns_id, len(credit))]
-
-    def _found(self, attempt: int, blocks: int) -> None:
-        """What there was of the prompt, where it was sent."""
-        if attempt == self.attempts.attempt and self._decision is not None:
-            said = said_blocks(self._decision.ranking[0].candidate, self._route.prompt_tokens, self._block_size)
-            self._credit.heard(said, blocks, self._shared_blocks)
 
     async def run(self) -> None:
         remaining_s = self._route.deadline_at - self._desk.clock.wall()
@@ -426,8 +386,9 @@ class Request:
                 await self._let_go()
             for reason in self.attempts.failovers:
                 self._desk.metrics.failovers.labels(reason).inc()
-            name = self._decision.name if self._decision else ""
-            self._desk.metrics.ended(self._of_class(), name, self._code, self._left_because)
+            choice = self._choice
+            name = choice.decision.name if choice.decision else ""
+            self._desk.metrics.ended(self._of_class(), name, self._code, choice.left_because)
 
     async def _live(self, remaining_s: float) -> None:
         route, desk = self._route, self._desk
@@ -438,8 +399,7 @@ class Request:
         elif desk.cancels.covers(route.tenant, route.client_request_id, desk.clock.now()):
             self.post(self.attempts.cancel)
         else:
-            self._holdings = await self._look_up()
-            self._shared_blocks = desk.books.traffic.shared_blocks(route.ns_id, route.keys)
+            await self._choice.look_up()
         await self._read_mail()
         if not self.attempts.ended:
             await self._perform((Effect.CHOOSE,))
@@ -458,7 +418,7 @@ class Request:
         while to_do:
             match to_do.popleft():
                 case Effect.CHOOSE:
-                    to_do.extend(self._choose())
+                    to_do.extend(self._choice.make())
                 case Effect.WAIT:
                     self._wait()
                 case Effect.PAUSE:
@@ -469,7 +429,9 @@ class Request:
                 case Effect.SEND_AGAIN:
                     self._send_again()
                 case Effect.WITHDRAW:
-                    self._withdraw()
+                    # That nobody listens there is an answer, too: a bridge that was cut off gives up what it has not
+                    # started.
+                    self._stop_and_ask({self.attempts.attempt: self.attempts.worker})
                 case Effect.TAKE_BACK:
                     self._take_back()
                 case Effect.RELEASE:
@@ -477,7 +439,7 @@ class Request:
                 case Effect.CLAIM:
                     to_do.extend(self.attempts.claimed(await self._claim()))
                 case Effect.ASK:
-                    self._ask()
+                    self._stop_and_ask(self.attempts.doubtful)
                 case Effect.ANSWER:
                     error = self._answer()
                     self._desk.records.put(*self._record_of_end(error))
@@ -486,139 +448,6 @@ class Request:
                         self._desk.abort(self._stale.worker, self._stale.request_id, self._stale.attempt)
                 case Effect.ABORT:
                     self._desk.abort(self.attempts.worker, self._route.request_id, self.attempts.attempt)
-
-    async def _look_up(self) -> Holdings | None:
-        """None when the directory did not answer: the request is decided blind."""
-        route, desk = self._route, self._desk
-        started_at = self._asked_at = desk.clock.now()
-        shard = namespace.shard_of(route.ns_id, len(desk.patience))
-        patience = desk.patience[shard]
-        if not patience.may_ask(started_at) or not self._credit.may_ask():
-            desk.metrics.lookups_skipped.inc()
-            return None
-        try:
-            reply = await desk.bus.request(
-                subjects.lookup(shard),
-                LOOKUP.encode(Lookup(VERSION, route.ns_id, route.keys)),
-                timeout_s=desk.settings.lookup_timeout_ms / 1000,
-            )
-            holdings = HOLDINGS.decode(reply.data)
-            check(holdings, len(route.keys) // 8)
-        except PrefixbusError as exc:
-            desk.metrics.lookup_failures.inc()
-            if isinstance(exc, MessageInvalid):
-                desk.rt.caught(exc, "deciding blind")
-                return None
-            # That nobody listens was said at once: there is no time to be saved by not asking.
-            if not isinstance(exc, NoResponders):
-                patience.missed(desk.clock.now())
-            desk.rt.log.debug("deciding blind: %s", exc)
-            return None
-        patience.answered()
-        desk.metrics.lookup_ms.observe((desk.clock.now() - started_at) * 1000)
-        return holdings
-
-    def _choose(self) -> Effects:
-        route, desk, attempts = self._route, self._desk, self.attempts
-        now, wall = desk.clock.now(), desk.clock.wall()
-        if wall >= route.deadline_at:
-            return attempts.deadline()
-        if route.model not in desk.models:
-            return attempts.nobody(UnknownModel(f"{route.model[:80]!r} is not in the router's configuration."))
-        survey = self._survey(now)
-        available = survey.available
-        if attempts.avoid:
-            available = [one for one in available if (one.name, one.worker.incarnation) not in attempts.avoid]
-        if not available:
-            why = _why_nobody(survey, route.model)
-            is_one_late = any(life not in attempts.avoid for life in survey.late)
-            return attempts.nobody_now(why, now) if is_one_late else attempts.nobody(why)
-        # Later attempts are of a request that somebody had taken, or that was sent where there was room.
-        if not attempts.attempt and overload.is_overloaded([one.queue_ms for one in available], self._longest_ms()):
-            return attempts.nobody(Overloaded("No worker could begin the request soon enough."))
-        acting, role = desk.rollout.acting(route.request_id, route.prefix_class)
-        ordinal = next(desk.ordinals)
-        self._known = self._holdings
-        if self._known is not None:
-            self._known = desk.books.recent.complete(self._known, route.ns_id, route.keys, self._asked_at, now)
-            for worker, depth in self._told.items():
-                self._known = corrected(self._known, worker, depth)
-        shortlisted, decision = self._decide(acting, available, ordinal, now, wall)
-        self._decision = decision
-        chosen = next(one.worker for one in available if one.name == decision.worker)
-        excluded = survey.excluded | {worker: gains.TRIED for worker, _ in attempts.avoid}
-        self._block_size = chosen.block_size
-        self._pool = chosen.load.pool
-        self._left_because = gains.left_because(
-            decision,
-            self._known,
-            excluded,
-            prompt_tokens=route.prompt_tokens,
-            block_size=shortlisted.shape.block_size,
-            min_reuse_tokens=acting.min_reuse_tokens,
-        )
-        effects = attempts.decided(decision.worker, chosen.incarnation)
-        desk.metrics.decide_us.observe((desk.clock.now() - now) * 1e6)
-        record = journal.build(
-            route,
-            decision,
-            shortlisted,
-            acting,
-            attempt=attempts.attempt,
-            router=desk.rt.instance,
-            excluded=excluded,
-            key=desk.journal_key,
-            code_version=__version__,
-            rollout=role,
-            shadow=self._look_on(decision, available, ordinal, now, wall),
-        )
-        msg_id = f"decision-{route.request_id}-{desk.addresses.name(route.request_id, attempts.attempt)}"
-        desk.records.put(subjects.journal(route.request_id), DECISION.encode(record), msg_id)
-        return effects
-
-    def _survey(self, now: float) -> Survey:
-        route, desk = self._route, self._desk
-        pools = desk.settings.pools.get(route.tenant)
-        block_size = desk.rt.config.models[route.model].block_size
-        return desk.fleet.survey(route.model, route.serves, now, pools, block_size=block_size)
-
-    def _longest_ms(self) -> float:
-        left_ms = 1000 * (self._route.deadline_at - self._desk.clock.wall())
-        return overload.longest_ms(self._desk.settings.overload_queue_ms, left_ms)
-
-    def _retry_after_s(self, error: Unavailable) -> int:
-        if not isinstance(error, Overloaded) or self._route.model not in self._desk.models:
-            return RETRY_AFTER_S
-        survey = self._survey(self._desk.clock.now())
-        return overload.retry_after_s([one.queue_ms for one in survey.available], survey.full_ms, self._longest_ms())
-
-    def _decide(
-        self, by: Policy, available: list[Available], ordinal: int, now: float, wall: float
-    ) -> tuple[Shortlist, Decision]:
-        shortlisted = shortlist(
-            self._route,
-            available,
-            self._known,
-            self._shared_blocks,
-            self._desk.learner,
-            by,
-            now,
-            whole_fleet=SCHEMES[by.name].whole_fleet,
-            ordinal=ordinal,
-            has_waited=self.attempts.has_waited,
-        )
-        return shortlisted, policy.decide(shortlisted.shape, shortlisted.candidates, by, wall)
-
-    def _look_on(
-        self, decision: Decision, available: list[Available], ordinal: int, now: float, wall: float
-    ) -> ShadowRecord | None:
-        """What the shadow policy, if there is one, would have decided with the same knowledge."""
-        shadow = self._desk.rollout.shadow
-        if shadow is None:
-            return None
-        _, other = self._decide(shadow.policy, available, ordinal, now, wall)
-        self._desk.metrics.shadow_decisions.labels("agrees" if other.worker == decision.worker else "differs").inc()
-        return journal.shadow(shadow.policy, other)
 
     def _wait(self) -> None:
         """The desk looks around; past the bound the request does so itself."""
@@ -632,7 +461,7 @@ class Request:
 
     def _send(self) -> Effects:
         """Books, dispatches, and announces what was decided, in this order: no message can overtake its booking."""
-        route, desk, attempts, decision = self._route, self._desk, self.attempts, self._decision
+        route, desk, attempts, decision = self._route, self._desk, self.attempts, self._choice.decision
         assert decision is not None
         now, wall = desk.clock.now(), desk.clock.wall()
         left_s = route.deadline_at - wall
@@ -688,7 +517,7 @@ class Request:
             believed_s = min(route.deadline_at - wall, 2 * to_first_token_s + ANNOUNCED_S)
             self._announce(attempts.worker, wall + believed_s, route.keys)
             if attempts.attempt == 1:
-                desk.warming.sent(route, self._held_blocks)
+                desk.warming.sent(route, self._choice.held_blocks)
         return ()
 
     def _send_again(self) -> None:
@@ -699,22 +528,13 @@ class Request:
 
     def _again(self, attempt: int) -> Effects:
         """The dispatch that nobody heard, once more, unless its time is over."""
-        attempts, decision = self.attempts, self._decision
+        attempts, decision = self.attempts, self._choice.decision
         if decision is None or attempts.state is not State.OFFERED or attempts.attempt != attempt:
             return ()
         return self._dispatch(decision)
 
-    def _withdraw(self) -> None:
-        """Asks the worker to abort the attempt and say how far it was. That nobody listens there is an answer, too: a
-        bridge that was cut off gives up what it has not started."""
-        self._stop_and_ask({self.attempts.attempt: self.attempts.worker})
-
-    def _ask(self) -> None:
-        """The same of all attempts that may be running."""
-        self._stop_and_ask(self.attempts.doubtful)
-
     def _stop_and_ask(self, workers: dict[int, str]) -> None:
-        """By attempt."""
+        """Asks each attempt's worker to abort it and say how far it was."""
         desk, request_id = self._desk, self._route.request_id
         timeout_s = desk.settings.accept_timeout_ms / 1000
         self._start("silent", timeout_s, functools.partial(self._silence_is_due, self.attempts.attempt))
@@ -740,11 +560,6 @@ class Request:
         self._desk.books.taken_back(self._route.request_id, self.attempts.attempt, now)
         self._announce("", 0.0, b"")
 
-    @property
-    def _held_blocks(self) -> int:
-        """The deepest that any worker held when we asked."""
-        return self._holdings.levels[0].depth if self._holdings is not None and self._holdings.levels else 0
-
     def _renew(self, attempt: int) -> None:
         """Its worker has it still: what it will leave behind is announced until the next question is answered.
 
@@ -755,6 +570,7 @@ class Request:
             self._announce(attempts.worker, wall + believed_s, self._route.keys, renews=True)
 
     def _announce(self, worker: str, expires_at: float, keys: bytes, *, renews: bool = False) -> None:
+        choice = self._choice
         announced = Dispatched(
             v=VERSION,
             request_id=self._route.request_id,
@@ -762,13 +578,13 @@ class Request:
             router=self._desk.rt.instance,
             worker=worker,
             incarnation=self.attempts.incarnation,
-            prefill_ms=self._decision.work_ms if self._decision else 0.0,
+            prefill_ms=choice.decision.work_ms if choice.decision else 0.0,
             ns_id=self._route.ns_id,
             keys=keys,
             expires_at=expires_at,
             prefix_class=self._route.prefix_class,
-            held_blocks=self._held_blocks,
-            shared_blocks=self._shared_blocks,
+            held_blocks=choice.held_blocks,
+            shared_blocks=choice.shared_blocks,
             renews=renews,
         )
         with contextlib.suppress(BusUnavailable):
@@ -785,7 +601,7 @@ class Request:
             # Chunks went out before; only the bridge knew how many.
             del headers[subjects.HEADER_SEQ]
         if isinstance(error, Unavailable):
-            headers["Retry-After"] = str(self._retry_after_s(error))
+            headers["Retry-After"] = str(self._choice.retry_after_s(error))
         try:
             self._desk.bus.send(self._route.reply, b"", headers=headers)
         except BusUnavailable as exc:
@@ -804,7 +620,7 @@ class Request:
         outcome = journal.ending(
             route,
             self.attempts,
-            self._decision,
+            self._choice.decision,
             error,
             total_ms=1000 * (desk.clock.now() - self._came_at),
             ended_at=desk.clock.wall(),
@@ -870,13 +686,9 @@ class Request:
     def _deadline_is_due(self) -> None:
         if self.attempts.state in (State.ACCEPTED, State.STREAMING) and self.attempts.error is None:
             # The bridge keeps the same deadline, and ends its answers itself.
-            self._start("deadline", DEADLINE_GRACE_S, functools.partial(self.post, self._past_deadline))
+            self._start("deadline", DEADLINE_GRACE_S, functools.partial(self.post, self.attempts.deadline))
         else:
-            self.post(self._past_deadline)
-
-    def _past_deadline(self) -> Effects:
-        self.attempts.error = self.attempts.error or DeadlineExceeded()
-        return self.attempts.deadline()
+            self.post(self.attempts.deadline)
 
     def keep_alive(self) -> None:
         """As long as it is ours to do so."""
@@ -913,17 +725,7 @@ class Request:
 
     def _of_class(self) -> OfClass:
         route = self._route
-        return self._desk.metrics.of_class(route.model, self._pool, route.template_version, route.prefix_class)
+        return self._desk.metrics.of_class(route.model, self._choice.pool, route.template_version, route.prefix_class)
 
     def __repr__(self) -> str:
         return f"<Request {self._route.request_id} {self.attempts!r}>"
-
-
-def _why_nobody(survey: Survey, model: str) -> PrefixbusError:
-    """Which error says best why there is no candidate."""
-    reasons = [reason for reason in survey.excluded.values() if reason not in ("model", "pool")]
-    if survey.available or "busy" in reasons:
-        return Overloaded()
-    if reasons:
-        return NoWorkers(f"All workers of {model} are {' or '.join(sorted(dict.fromkeys(reasons)))}.")
-    return NoWorkers()

@@ -137,15 +137,15 @@ class Wires:
 
     async def new_policy(self, role: Role, message: Msg) -> None:
         """An invalid record is refused, and what was in force stays; without any, the configured policy is active."""
-        desk = self._desk
+        choices = self._desk.choices
         gone = bool(message.headers and message.headers.get("KV-Operation"))
         try:
-            desk.rollout = changed(desk.rollout, role, None if gone else message.data, desk.configured)
+            choices.rollout = changed(choices.rollout, role, None if gone else message.data, choices.configured)
         except PrefixbusError as exc:
-            desk.metrics.policies_refused.inc()
+            choices.metrics.policies_refused.inc()
             self._rt.caught(exc, "a policy is refused", role=role)
             return
-        self._rt.log.info("policies: %s", desk.rollout)
+        self._rt.log.info("policies: %s", choices.rollout)
 
     def connection_changed(self, connected: bool) -> None:
         if connected:

@@ -843,13 +843,13 @@ async def test_policies_change_without_a_restart_and_a_bad_one_changes_nothing(w
         await operator.publish_acked(f"{service.POLICY_SUBJECT}.active", policy)
 
     await publish(b'{"name": "round-robin", "version": "v2"}')
-    await eventually(lambda: router.desk.rollout.active.version == "v2", "the policy is in force")
+    await eventually(lambda: router.desk.choices.rollout.active.version == "v2", "the policy is in force")
     await publish(b'{"name": "coin-toss"}')
     await eventually(lambda: router.value("prefixbus_router_policies_refused_total") == 1, "the bad one is refused")
     for _ in range(4):
         await world.ended(await world.client.send(CLOCK.wall()))
 
-    assert router.desk.rollout.active.version == "v2"
+    assert router.desk.choices.rollout.active.version == "v2"
     assert (len(one.dispatches), len(two.dispatches)) == (2, 2)
 
 
@@ -867,7 +867,7 @@ async def test_a_canary_decides_and_a_shadow_looks_on_until_they_are_taken_away(
     await publish("shadow", b'{"policy": {"version": "v3"}}')
     await publish("canary", b'{"policy": {}, "share": 7}')
     await eventually(lambda: router.value("prefixbus_router_policies_refused_total") == 1, "the bad one is refused")
-    await eventually(lambda: router.desk.rollout.shadow is not None, "the shadow is in force")
+    await eventually(lambda: router.desk.choices.rollout.shadow is not None, "the shadow is in force")
     for _ in range(4):
         await world.ended(await world.client.send(CLOCK.wall()))
     await eventually(lambda: len(world.records) == 4, "the decisions are recorded")
@@ -881,7 +881,7 @@ async def test_a_canary_decides_and_a_shadow_looks_on_until_they_are_taken_away(
 
     for role in ("canary", "shadow"):
         await publish(role, b"", {"KV-Operation": "DEL"})
-    await eventually(lambda: str(router.desk.rollout) == "prefix-aware/default", "both are gone")
+    await eventually(lambda: str(router.desk.choices.rollout) == "prefix-aware/default", "both are gone")
     await world.ended(await world.client.send(CLOCK.wall()))
     await eventually(lambda: len(world.records) == 5, "the decision is recorded")
     assert (world.records[4].rollout, world.records[4].shadow) == ("active", None)

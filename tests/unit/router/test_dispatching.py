@@ -68,7 +68,7 @@ def test_a_lost_worker_wakes_the_requests_it_had_and_no_others(tmp_path: Path) -
 def test_a_model_is_priced_by_the_profile_its_section_names(tmp_path: Path) -> None:
     shared = desk(tmp_path, big="h100-70b", small="instant")
 
-    assert shared.models == {"big": PROFILES["h100-70b"], "small": PROFILES["instant"]}
+    assert shared.choices.models == {"big": PROFILES["h100-70b"], "small": PROFILES["instant"]}
 
 
 def test_an_unknown_profile_is_an_error_that_names_it(tmp_path: Path) -> None:
