@@ -234,10 +234,9 @@ def run_files(directory: Path) -> list[RunFile]:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
+        # Somebody else's: the number was given away again.
         return False
-    except PermissionError:
-        return True
     return True
 
 

@@ -78,7 +78,7 @@ async def processes(directory: Path, cluster: deployment.ClusterFile, session: a
         "nats-server": (cluster.nats_url, f"{scheme}://127.0.0.1:{cluster.monitor_port}/healthz"),
         **{f"engine-{worker}": (engine.url, f"{engine.url}/health") for worker, engine in cluster.engines.items()},
     }
-    files = {file.pid: file for file in deployment.run_files(directory) if _is_alive(file.pid)}
+    files = {file.pid: file for file in deployment.run_files(directory)}
 
     async def look(name: str, pid: int) -> Process:
         if name in asked:
@@ -175,13 +175,3 @@ async def _problem(session: aiohttp.ClientSession, url: str) -> str:
             return "" if response.status == 200 else f"status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as exc:
         return str(exc) or type(exc).__name__
-
-
-def _is_alive(pid: int) -> bool:
-    """A killed process leaves its run file behind."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        # Somebody else's: the number was given away again.
-        return False
-    return True
