@@ -33,15 +33,6 @@ def read(path: Path) -> bytes:
     return content
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Writes a secret that must not exist yet, mode 0600 from its first byte.
-
-    :raises FileExistsError: it exists."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-
-
 def role_seed(state: Path, role: str, worker: str = "") -> bytes:
     """The nkey seed of a role; of one worker's bridge when `worker` is given."""
     return read(state / "creds" / (f"{role}-{worker}.nk" if worker else f"{role}.nk"))

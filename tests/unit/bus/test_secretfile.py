@@ -8,29 +8,15 @@ from prefixbus.bus import secretfile
 from prefixbus.bus.errors import ConfigInvalid
 
 
-def test_a_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a.key"
-
-    secretfile.write_new(path, b"content\n")
-
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert secretfile.read(path) == b"content"
-
-
-def test_a_secret_is_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "a.key"
-    secretfile.write_new(path, b"first")
-
-    with pytest.raises(FileExistsError):
-        secretfile.write_new(path, b"second")
-
-    assert secretfile.read(path) == b"first"
+def secret(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    path.chmod(0o600)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
 def test_a_secret_others_could_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "a.key"
-    secretfile.write_new(path, b"hush-hush")
+    secret(path, b"hush-hush")
     path.chmod(mode)
 
     with pytest.raises(ConfigInvalid, match="chmod 600") as caught:
@@ -42,7 +28,7 @@ def test_a_secret_others_could_read_is_refused(tmp_path: Path, mode: int) -> Non
 @pytest.mark.parametrize("content", [b"", b"\n", b"zz" * 32, b"ab" * 31])
 def test_a_damaged_key_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "creds").mkdir()
-    secretfile.write_new(tmp_path / "creds" / "salt.key", content)
+    secret(tmp_path / "creds" / "salt.key", content)
 
     with pytest.raises(ConfigInvalid, match=r"salt\.key"):
         secretfile.purpose_key(tmp_path, "salt")
