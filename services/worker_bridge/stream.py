@@ -473,9 +473,9 @@ class Attempt:
             if self._not_recorded:
                 raise Unavailable(_NO_RECORD)
         await self._until_client_is_back()
-        self._check_lease()
+        self._check_may_speak()
         await self._hold_claim()
-        self._check_lease()
+        self._check_may_speak()
         self._tell_router(STARTED)
         self.has_started = True
 
@@ -494,7 +494,10 @@ class Attempt:
             if not self.listener_missed:
                 return
 
-    def _check_lease(self) -> None:
+    def _check_may_speak(self) -> None:
+        if self._stopped is not None:
+            # What it waited for came in the same moment: it is cancelled only where it waits next.
+            raise self._stopped
         if self._streams.heartbeat.lapsed():
             error = WorkerLost("The worker was out of reach for longer than its lease.")
             self.give_up(error)
@@ -521,7 +524,7 @@ class Attempt:
 
     async def _send(self, body: bytes) -> None:
         streams = self._streams
-        self._check_lease()
+        self._check_may_speak()
         now = streams.clock.now()
         reply = ""
         if not self._seq or now - self._probed_at >= PROBE_S:
