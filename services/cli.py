@@ -428,7 +428,7 @@ def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engi
             return await _as_operator(
                 directory,
                 running.nats_url,
-                lambda operator: demo_module.run(running, operator, directory, token, terminal()),
+                lambda operator: demo_module.run(running, operator, token, terminal()),
             )
 
     async def unless_stopped(running: deployment.Deployment, directory: Path, token: str) -> bool:

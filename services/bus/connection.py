@@ -61,11 +61,9 @@ _DELIVER: dict[str, DeliverPolicy] = {
 
 
 class _Ack(msgspec.Struct):
-    """A JetStream publish acknowledgement (NATS ADR-22)."""
+    """A JetStream publish acknowledgement (NATS ADR-22), as far as it is used."""
 
-    stream: str = ""
     seq: int = 0
-    duplicate: bool = False
     error: dict[str, Any] | None = None
 
 

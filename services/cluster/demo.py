@@ -13,18 +13,18 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from pathlib import Path
 
 from nats.aio.msg import Msg
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bus import messages, subjects
+from ..bus import subjects
 from ..bus.connection import Bus
 from ..bus.errors import PrefixbusError, Unavailable
 from ..client import Client
-from . import control, verdict, workload
+from . import control, records, verdict, workload
 from .deployment import DEFAULT_MODEL, Deployment
+from .records import Records
 from .verdict import Run, Sample
 
 SPAN_S = 3.0
@@ -56,7 +56,7 @@ def documents() -> list[str]:
     return [package.joinpath(name).read_text(encoding="utf-8")[:_DOCUMENT_CHARS] for name in _DOCUMENTS]
 
 
-async def run(deployment: Deployment, operator: Bus, directory: Path, token: str, console: Console) -> bool:
+async def run(deployment: Deployment, operator: Bus, token: str, console: Console) -> bool:
     """Plays the workload under both policies and prints the table; whether prefix-aware won (see the last line)."""
     texts = documents()
     tasks = workload.make(texts, texts[0][:_INSTRUCTION_CHARS], random.Random(SEED), span_s=SPAN_S)
@@ -67,7 +67,7 @@ async def run(deployment: Deployment, operator: Bus, directory: Path, token: str
         await control.set_policy(operator, policy)
         for worker in deployment.workers:
             await control.reset_cache(operator, worker)
-        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks, console))
+        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks))
     base, ours = runs
     wrong_hits = await control.wrong_hits(deployment.engine_urls())
     _show(base, ours, console)
@@ -108,19 +108,14 @@ async def _warm_up(deployment: Deployment, token: str) -> None:
                 group.create_task(ask(number))
 
 
-async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task], console: Console) -> Run:
+async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task]) -> Run:
     result = Run(policy)
     news = asyncio.Event()
 
     async def heard(message: Msg) -> None:
-        if message.subject.startswith(f"{subjects.PREFIX}.journal."):
-            decision = messages.DECISION.decode(message.data)
-            if decision.client_request_id.startswith(policy):
-                result.decisions[decision.client_request_id] = decision
-        else:
-            outcome = messages.OUTCOME.decode(message.data)
-            if outcome.client_request_id.startswith(policy):
-                result.outcomes[outcome.client_request_id] = outcome
+        written = Records([], [])
+        records.add(written, message.subject, message.data)
+        result.take(written)
         news.set()
 
     subscription = await operator.follow(subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", heard, start="new")

@@ -6,7 +6,6 @@ that this worker serves, the namespace's id is the one the secret gives, and the
 Owns: the rules.   Must not know: load, NATS, the engine.   Source: DESIGN 3 and 7 [hard]."""
 
 import hmac
-from collections.abc import Callable
 
 import msgspec
 import orjson
@@ -14,7 +13,7 @@ import orjson
 from ..bus import subjects
 from ..bus.identity import ModelIdentity
 from ..bus.messages import WARM, Dispatch, Job
-from ..bus.namespace import EPOCH_ZERO, Namespace, ns_id
+from ..bus.namespace import Namespace, ns_id
 
 STALE_NAMESPACE = "stale_namespace"
 FORGED_REPLY = "forged_reply"
@@ -38,11 +37,6 @@ class Refusal(msgspec.Struct, frozen=True):
     fact: str = ""
 
 
-def epoch_zero(tenant: str, scope: str) -> bytes:
-    """The epoch of every scope until grants exist."""
-    return EPOCH_ZERO
-
-
 def vet(
     dispatch: Dispatch,
     job: Job,
@@ -50,7 +44,6 @@ def vet(
     identity: ModelIdentity,
     namespace_key: bytes,
     max_model_len: int,
-    epoch_of: Callable[[str, str], bytes] = epoch_zero,
 ) -> Refusal | Params:
     """The engine's parameters if it may run."""
     asked = job.namespace
@@ -63,8 +56,7 @@ def vet(
             return Refusal(BAD_REQUEST, "an order has no client to answer")
     elif not subjects.is_own_reply(job.reply, asked.tenant):
         return Refusal(FORGED_REPLY, "the reply subject is not in the tenant's inbox", FACT_REPLY)
-    epoch = epoch_of(asked.tenant, asked.scope)
-    served = identity.namespace(asked.tenant, asked.scope, asked.client_salt, acl_epoch=epoch)
+    served = identity.namespace(asked.tenant, asked.scope, asked.client_salt)
     if asked != served:
         return Refusal(STALE_NAMESPACE, f"served otherwise: {', '.join(_differing(asked, served))}", FACT_NAMESPACE)
     if not hmac.compare_digest(ns_id(namespace_key, asked), dispatch.ns_id):

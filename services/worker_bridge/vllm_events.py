@@ -69,7 +69,6 @@ class VllmEvents:
         self._endpoints = endpoints
         self._listener = listener
         self.gaps = 0
-        self.late = 0
         self.sessions = 0
         self.failure = "not connected"
         """Why there is no story now; empty while there is one."""
@@ -171,7 +170,6 @@ class _Session:
                 scope.cancel()
                 return
             if turn is Turn.LATE:
-                self._story.late += 1
                 continue
             await self._hear(frames[2])
 
