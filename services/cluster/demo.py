@@ -113,9 +113,7 @@ async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[wo
     news = asyncio.Event()
 
     async def heard(message: Msg) -> None:
-        written = Records([], [])
-        records.add(written, message.subject, message.data)
-        result.take(written)
+        take(result, message.subject, message.data)
         news.set()
 
     subscription = await operator.follow(subjects.STREAM_JOURNAL, f"{subjects.PREFIX}.>", heard, start="new")
@@ -139,6 +137,19 @@ async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[wo
                 await news.wait()
     await subscription.unsubscribe()
     return result
+
+
+def take(run: Run, subject: str, data: bytes) -> None:
+    """Adds what was stored in JOURNAL, if it is this run's: its clients' request ids begin with the policy's name."""
+    written = Records([], [])
+    records.add(written, subject, data)
+    for decision in written.decisions:
+        if decision.client_request_id.startswith(run.policy):
+            run.decisions[decision.client_request_id] = decision
+    for outcome in written.outcomes:
+        if outcome.client_request_id.startswith(run.policy):
+            run.outcomes[outcome.client_request_id] = outcome
+    run.unreadable.extend(written.unreadable)
 
 
 async def _user(

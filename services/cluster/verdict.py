@@ -51,13 +51,16 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One pass of the workload under one policy: what clients saw, and the journal by client request id."""
+    """One pass of the workload under one policy: what clients saw, and the journal by client request id.
+
+    `unreadable` are subjects under which there was something else than their record."""
 
     policy: str
     samples: list[Sample] = []
     decisions: dict[str, messages.DecisionRecord] = {}
     outcomes: dict[str, messages.Outcome] = {}
     failures: list[str] = []
+    unreadable: list[str] = []
 
     def percentile(self, share: float) -> float:
         return percentile([sample.ttft_ms for sample in self.samples], share)
@@ -226,6 +229,9 @@ def _incomplete(run: Run) -> list[str]:
     if missing := run.unrecorded():
         shown = ", ".join(missing[:_SHOWN_IDS]) + (" ..." if len(missing) > _SHOWN_IDS else "")
         reasons.append(f"{run.policy}: the journal has no decision or no outcome of {len(missing)} requests: {shown}")
+    if run.unreadable:
+        count, first = len(run.unreadable), run.unreadable[0]
+        reasons.append(f"{run.policy}: {count} records of the journal cannot be read, such as under {first}")
     strays = [name for name, record in run.decisions.items() if record.policy.split("/")[0] != run.policy]
     if strays:
         reasons.append(f"{run.policy}: {len(strays)} requests were decided by another policy")

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from prefixbus.bus import messages
 from prefixbus.bus.messages import DecisionRecord, Outcome
-from prefixbus.cluster import verdict
+from prefixbus.cluster import demo, verdict
 from prefixbus.cluster.verdict import Run, Sample
 from prefixbus.router import policy
 
@@ -152,6 +153,25 @@ def test_a_request_that_another_policy_decided_is_a_failure() -> None:
     run.decisions["prefix-aware-0"] = decision("prefix-aware-0", "round-robin")
 
     assert verdict.judge(base(), run, 0).reasons == ["prefix-aware: 1 requests were decided by another policy"]
+
+
+def test_a_record_that_cannot_be_read_is_named_and_spoils_no_other() -> None:
+    run = msgspec.structs.replace(ours(), decisions={}, outcomes={})
+    journal = [
+        ("pb.v1.outcome.w1.i-1", b"rubbish"),
+        ("pb.v1.outcome.w1.i-2", messages.OUTCOME.encode(outcome("prefix-aware-0"))),
+        *((f"pb.v1.journal.i-{name}", messages.DECISION.encode(one)) for name, one in ours().decisions.items()),
+        *((f"pb.v1.outcome.w1.i-{name}", messages.OUTCOME.encode(one)) for name, one in ours().outcomes.items()),
+        ("pb.v1.journal.i-round-robin-0", messages.DECISION.encode(decision("round-robin-0", "round-robin"))),
+    ]
+
+    for subject, data in journal:
+        demo.take(run, subject, data)
+
+    assert (run.decisions, run.outcomes) == (ours().decisions, ours().outcomes)
+    assert verdict.judge(base(), run, 0).reasons == [
+        "prefix-aware: 2 records of the journal cannot be read, such as under pb.v1.outcome.w1.i-1"
+    ]
 
 
 def test_a_pass_without_answers_is_never_ok() -> None:
