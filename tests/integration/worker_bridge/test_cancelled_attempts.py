@@ -17,7 +17,7 @@ from prefixbus.worker_bridge.service import Bridge
 from prefixbus.worker_bridge.stream import Attempt, Streams
 
 from .bridge_world import BLOCK, Answer, World, prompt, world
-from .test_bridge_faults import words
+from .test_bridge_faults import refused_connections, words
 
 PROMPT = 3 * BLOCK
 
@@ -169,3 +169,61 @@ async def test_an_attempt_cancelled_at_any_await_is_left_to_the_router_and_leave
         has_started = "started" in place.words
         assert (await at.status(here.job)).error == ("started" if has_started else "given_back")
         assert bool(here.answer.chunks) == has_started
+
+
+@dataclass(frozen=True)
+class Outage:
+    """An await of an attempt that the loss of the bus has ended; `has_started`: its first frame was out."""
+
+    name: str
+    has_started: bool
+    is_over: bool
+    """The bus is back. There is no router yet that hears the attempt's last word, so it goes on saying it."""
+
+
+OUTAGES = [
+    Outage("unbegun, without the bus", has_started=False, is_over=False),
+    Outage("begun, without the bus", has_started=True, is_over=False),
+    Outage("unbegun, while no router listens", has_started=False, is_over=True),
+    Outage("begun, while routers come back", has_started=True, is_over=True),
+]
+
+
+@refused_connections
+@pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: outage.name)
+async def test_an_attempt_cancelled_after_the_bus_was_lost_leaves_nothing_and_is_not_said_to_have_ended(
+    at: World, monkeypatch: pytest.MonkeyPatch, outage: Outage
+) -> None:
+    """Its router asks, when it is back, and is told how far it was."""
+    async with at.serving() as bridge:
+        here = Scene(at, bridge, monkeypatch)
+        if not outage.has_started:
+            await pause_the_engine(here)
+        await here.begin()
+        if outage.has_started:
+            await eventually(lambda: len(here.answer.chunks) > 2, "it streams")
+        else:
+            await eventually(functools.partial(engine_has_it, here), "the engine has it")
+        await at.accepting.unsubscribe()
+        await at.router.flush()
+        at.server.kill()
+        await eventually(lambda: bridge.admission.running + bridge.admission.waiting == 0, "it is over")
+        assert not bridge.streams.bus.connected
+        if outage.is_over:
+            at.server.start_again()
+            await eventually(lambda: bridge.streams.bus.connected, "the bus is back", 10)
+            if not outage.has_started:
+                await eventually(lambda: bridge.streams.words_unheard > 0, "nobody hears its last word", 10)
+        assert bridge.streams.in_work == 1
+
+        here.scope.cancel()
+
+        await eventually(lambda: bridge.streams.in_work == 0, "no attempt is left")
+        if not outage.is_over:
+            at.server.start_again()
+        await at.engine.post("/sim/resume")
+        await eventually(lambda: at.router.connected and at.tenant.connected, "the others are back", 10)
+        await at.until_idle(bridge)
+        assert (await at.status(here.job)).error == ("started" if outage.has_started else "given_back")
+        assert here.answer.finals == []
+        assert here.job.request_id not in {outcome.request_id for outcome in at.outcomes}
