@@ -9,6 +9,7 @@ import typer
 import typer.core
 import typer.main
 
+from prefixbus import cli
 from prefixbus.cluster.lab import commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,25 @@ def test_the_metrics_that_the_monitoring_page_speaks_of_exist() -> None:
 
     assert named
     assert sorted(named - kinds.keys() - histograms) == []
+
+
+def test_the_commands_that_are_shown_exist_with_their_options() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    # A line that ends with a backslash goes on in the next.
+    texts = [re.sub(r"\\\n\s*", "", page.read_text()) for page in pages]
+    shown = [line for text in texts for line in re.findall(r"^    prefixbus ([a-z].*)", text, re.MULTILINE)]
+    group = typer.main.get_command(cli.app)
+
+    assert len(shown) > 20
+    for line in shown:
+        # What explains it stands behind three spaces or a comment sign.
+        words = re.split(r" {3,}| #", line)[0].split()
+        command = group
+        while isinstance(command, typer.core.TyperGroup) and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, line
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word for word in words if word.startswith("-")} <= known, line
 
 
 def test_the_options_that_the_lab_page_speaks_of_exist() -> None:
