@@ -4,6 +4,7 @@
 import asyncio
 import functools
 import importlib
+import logging
 import os
 import secrets
 import shlex
@@ -21,7 +22,7 @@ import typer
 from .bus.errors import PrefixbusError, Unavailable
 from .cluster.inquiries import commands as inquiries
 from .cluster.lab import commands as lab
-from .cluster.options import DEFAULT_STATE, TOKEN_VARIABLE, Label, State, TokenFile, read_token
+from .cluster.options import DEFAULT_STATE, TOKEN_VARIABLE, Label, State, TokenFile, only_with, read_token
 
 if TYPE_CHECKING:
     from .bus.connection import Bus
@@ -89,6 +90,8 @@ def main() -> int:
     """The exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage, 130 interrupted."""
     # Whatever is written (logs, run files, the server's store) is for its owner alone.
     os.umask(0o077)
+    # asyncio warns of each end of a TLS connection that nats-py made; it would stand between an answer and its id.
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
     try:
         app()
     except PrefixbusError as exc:
@@ -163,7 +166,7 @@ def up(
     if engine != "sim":
         raise typer.BadParameter(f"{engine!r} is not served yet; use sim.", param_hint="--engine")
     copies = _parse_scale(scale, deployment.SCALABLE)
-    deployment.check_model(state, model)
+    deployment.check_config(state, model)
     with state_module.lock(state):
         options = deployment.Options(workers=workers, model=model, scale=copies, nats_port=deployment.choose_port(port))
         running = deployment.Deployment(state, options, _say)
@@ -244,9 +247,15 @@ def run(
     worker: Annotated[str, typer.Option(help="worker_bridge: the worker's name.")] = "",
     model: Annotated[str, typer.Option(help="worker_bridge: the model it serves.")] = DEFAULT_MODEL,
     engine_url: Annotated[str, typer.Option(help="worker_bridge: the engine's HTTP address.")] = "",
-    kv_events: Annotated[str, typer.Option(help="worker_bridge: the engine's KV event endpoint.")] = "",
-    kv_replay: Annotated[str, typer.Option(help="worker_bridge: the engine's replay endpoint.")] = "",
-    shard: Annotated[int, typer.Option(min=0, help="directory: the shard of which it is a replica.")] = 0,
+    kv_events: Annotated[
+        str, typer.Option(help="worker_bridge: where the engine publishes its KV events, as it was told it.")
+    ] = "",
+    kv_replay: Annotated[
+        str, typer.Option(help="worker_bridge: where the engine replays them, as it was told it.")
+    ] = "",
+    shard: Annotated[
+        int | None, typer.Option(min=0, help="directory: the shard of which it is a replica; default: 0.")
+    ] = None,
 ) -> None:
     """Run one more copy of a service beside a running cluster, in the foreground."""
     from .bus import runtime
@@ -254,6 +263,20 @@ def run(
 
     if service not in SERVICES:
         raise typer.BadParameter(f"{service!r} is not one of {', '.join(SERVICES)}.", param_hint="SERVICE")
+    of_bridges = {
+        "--worker": worker,
+        "--engine-url": engine_url,
+        "--kv-events": kv_events,
+        "--kv-replay": kv_replay,
+    }
+    if service == "worker_bridge":
+        needed = [name for name in ("--worker", "--engine-url") if not of_bridges[name]]
+        if needed:
+            raise typer.BadParameter(f"worker_bridge needs {' and '.join(needed)}.", param_hint=needed[0])
+    else:
+        only_with("worker_bridge", [name for name, given in of_bridges.items() if given])
+    if service != "directory" and shard is not None:
+        only_with("directory", ["--shard"])
     deployment.require(state)
     environ = dict(os.environ)
     if not nats:
@@ -262,14 +285,12 @@ def run(
         environ["PREFIXBUS_NATS__URL"] = nats
     module = importlib.import_module(SERVICES[service], __package__)
     if service == "worker_bridge":
-        if not worker or not engine_url:
-            raise typer.BadParameter("worker_bridge needs --worker and --engine-url.")
         options = module.BridgeOptions(
             worker=worker, model=model, engine_url=engine_url, kv_events=kv_events, kv_replay=kv_replay
         )
         start: runtime.Run = functools.partial(module.run, options=options)
     elif service == "directory":
-        start = functools.partial(module.run, shard=shard)
+        start = functools.partial(module.run, shard=shard or 0)
     else:
         start = module.run
 
@@ -361,15 +382,19 @@ def policy(
     clear: Annotated[str, typer.Option(help="Take the canary or the shadow away; active: back to the config's.")] = "",
 ) -> None:
     """Show the routing policy of the running cluster, switch it, or try another beside it, without a restart."""
+    from .bus import labels
     from .cluster import control, deployment
     from .router.rollout import ROLES
 
     if (bool(name) and bool(clear)) or (not name and (shadow or canary is not None)):
-        raise typer.BadParameter("A policy, or --clear, is wanted.", param_hint="NAME")
+        raise typer.BadParameter("Give a policy's name or file, or else --clear.", param_hint="NAME|FILE")
     if shadow and canary is not None:
         raise typer.BadParameter("--shadow and --canary exclude each other.", param_hint="--shadow")
     if prefix_class and canary is None:
-        raise typer.BadParameter("It goes with --canary alone.", param_hint="--class")
+        only_with("--canary", ["--class"])
+    if prefix_class and prefix_class not in labels.PREFIX_CLASSES:
+        one_of = ", ".join(labels.PREFIX_CLASSES)
+        raise typer.BadParameter(f"{prefix_class!r} is not one of {one_of}.", param_hint="--class")
     if clear and clear not in ROLES:
         raise typer.BadParameter(f"{clear!r} is not one of {', '.join(ROLES)}.", param_hint="--clear")
     wanted = clear or ("shadow" if shadow else "active" if canary is None else "canary")

@@ -109,7 +109,11 @@ class Client:
             raise NotAdmitted(
                 f"token not accepted for tenant {tenant}.",
                 # To the server both are silence of the callout's "yes".
-                remedy="If it is the right one, look whether the callout runs: prefixbus status.",
+                remedy=(
+                    "Tokens are one tenant's each: name the token's own with --tenant, or make a new one: "
+                    f"prefixbus tenant {tenant} --replace. If it is the right one, look whether the callout runs: "
+                    "prefixbus status."
+                ),
             ) from exc
         try:
             await client._bus.subscribe(f"{inbox}.s.*", client._hear)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from .errors import ConfigInvalid
+from .errors import ConfigInvalid, told_by_msgspec
 
 ENV_PREFIX = "PREFIXBUS_"
 # Variables of the command line, which are not overrides.
@@ -219,11 +219,9 @@ def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") ->
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as exc:
-        what, _, where = str(exc).partition(" - at ")
-        field = where.strip("`").removeprefix("$.") or source
-        raise ConfigInvalid(
-            f"{what}.", field=field, remedy=f"Correct it in {source} or its environment override."
-        ) from exc
+        what, where = told_by_msgspec(exc)
+        remedy = f"Correct it in {source} or its environment override."
+        raise ConfigInvalid(what, field=where or source, remedy=remedy) from exc
 
 
 def load(path: Path, environ: Mapping[str, str]) -> Config:

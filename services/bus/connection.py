@@ -614,7 +614,10 @@ class Bus:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await client.close()
             reason = last_error or str(exc) or type(exc).__name__
-            raise BusUnavailable(f"cannot connect to {self._options['servers'][0]}: {reason}") from exc
+            raise BusUnavailable(
+                f"cannot connect to {self._options['servers'][0]}: {reason}.",
+                remedy="Look whether NATS runs there (`prefixbus up` starts it), or name its URL with --nats.",
+            ) from exc
         is_connecting = False
         self._nc = client
         replies = await client.subscribe(f"{self._inbox}.{_REPLIES}.*", cb=_never_called)

@@ -57,11 +57,20 @@ class PrefixbusError(Exception):
         """What a person reads: the field, what is wrong with it, what to do."""
         parts = [f"{self.field}: {self.message}" if self.field else self.message]
         if self.remedy:
+            # Messages of libraries are no sentences; without a stop the remedy would run on from them.
+            if not parts[0].endswith((".", "!", "?")):
+                parts[0] += "."
             parts.append(self.remedy)
         return " ".join(parts)
 
 
 _registry[PrefixbusError.code] = PrefixbusError
+
+
+def told_by_msgspec(exc: Exception) -> tuple[str, str]:
+    """What msgspec says is wrong, as a sentence, and where: `a.b[0]`, or empty for the whole."""
+    what, _, where = str(exc).partition(" - at `$")
+    return f"{what}.", where.removesuffix("`").removeprefix(".")
 
 
 class BadRequest(PrefixbusError):

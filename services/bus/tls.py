@@ -9,6 +9,8 @@ from pathlib import Path
 from .config import TlsSection
 from .errors import ConfigInvalid
 
+_FILES = "Name PEM files, relative to config.toml; a key belongs to its certificate and has no passphrase."
+
 
 def server_context(section: TlsSection, base: Path) -> ssl.SSLContext | None:
     """For what we serve; None without a certificate. Paths are relative to `base`.
@@ -22,7 +24,7 @@ def server_context(section: TlsSection, base: Path) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(base / section.certificate, base / section.key)
     except (OSError, ssl.SSLError) as exc:
-        raise ConfigInvalid(f"cannot be used: {exc}.", field="tls.certificate, tls.key") from exc
+        raise ConfigInvalid(f"cannot be used: {exc}.", field="tls.certificate, tls.key", remedy=_FILES) from exc
     return context
 
 
@@ -37,4 +39,4 @@ def client_context(section: TlsSection, base: Path) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=str(base / section.ca) if section.ca else None)
     except (OSError, ssl.SSLError) as exc:
-        raise ConfigInvalid(f"cannot be used: {exc}.", field="tls.ca") from exc
+        raise ConfigInvalid(f"cannot be used: {exc}.", field="tls.ca", remedy=_FILES) from exc

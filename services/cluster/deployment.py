@@ -23,6 +23,7 @@ from ..bus import secretfile, subjects, tls
 from ..bus.config import ModelSection
 from ..bus.connection import Bus, NotAdmitted
 from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
+from ..router import policy
 from ..tokenizer import gguf
 from . import provision, state
 from .processes import Child, Spec, stop_all
@@ -136,15 +137,22 @@ def require(directory: Path) -> None:
         )
 
 
-def check_model(directory: Path, model: str) -> None:
-    """Makes nothing. :raises ConfigInvalid: the directory's config, or the one it will get, has no such model."""
+def check_config(directory: Path, model: str) -> None:
+    """Makes nothing; what the services would only say in their logs is said before they are started.
+
+    :raises ConfigInvalid: the directory's config, or the one it will get, cannot be used, or has no such model."""
+    known = [DEFAULT_MODEL]
     if (directory / "config.toml").exists():
-        known = sorted(config_module.load(directory / "config.toml", os.environ).models)
-    else:
-        known = [DEFAULT_MODEL]
+        config = config_module.load(directory / "config.toml", os.environ)
+        known = sorted(config.models)
+        tls.server_context(config.tls, directory)
+        tls.client_context(config.tls, directory)
+        policy.known(policy.Policy(name=config.policy.name))
     if model not in known:
         raise ConfigInvalid(
-            f"{model} is not in {directory / 'config.toml'} (it has {', '.join(known) or 'none'}).", field="models"
+            f"{model} is not in {directory / 'config.toml'} (it has {', '.join(known) or 'none'}).",
+            field="models",
+            remedy=f"Name one of these, or add [models.{model}] there.",
         )
 
 
@@ -427,7 +435,7 @@ class Deployment:
         return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details", "--dev-mode"]
 
     def _config_of_model(self) -> ModelSection:
-        check_model(self._directory, self._options.model)
+        check_config(self._directory, self._options.model)
         return config_module.load(self._directory / "config.toml", os.environ).models[self._options.model]
 
     def _bridge_specs(self) -> list[Spec]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import DEFAULT_STATE, Label, State, TokenFile, read_token
+from .options import DEFAULT_STATE, Label, State, TokenFile, only_with, read_token
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,6 +37,7 @@ class Speed(enum.Enum):
 
 
 _MOST_SHOWN = 20
+DEMO = "demo"
 
 Since = Annotated[str, typer.Option(help="From then on: 10m, 2h, 1d ago, or 2026-03-01T12:00.")]
 Until = Annotated[str, typer.Option(help="Up to then; as --since.")]
@@ -94,23 +95,32 @@ def replay(
     resend: Annotated[
         bool, typer.Option("--resend", help="Instead: send a tenant's captured requests of the time range again.")
     ] = False,
-    speed: Annotated[Speed, typer.Option(help="--resend: at the original distances in time, or at once.")] = (
-        Speed.ORIGINAL
-    ),
-    tenant: Annotated[str, typer.Option(help="--resend: whose requests, and with whose token they are sent.")] = "demo",
+    speed: Annotated[
+        Speed | None, typer.Option(help="--resend: at the original distances in time (the default), or at once.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="--resend: whose requests, and with whose token they are sent; default: demo.")
+    ] = None,
     label: Label = "default",
     token_file: TokenFile = None,
 ) -> None:
     """Make recorded decisions again: the same must come out, to the last bit. Ends with 1 if it does not."""
+    if not resend:
+        of_resend = {"--speed": speed, "--tenant": tenant, "--token-file": token_file}
+        only_with("--resend", [name for name, given in of_resend.items() if given is not None])
     if directory_at is not None:
         if request_id or since or until or policy or resend:
-            raise typer.BadParameter("stands alone.", param_hint="--directory-at")
+            raise typer.BadParameter("It goes with none of the others; give it alone.", param_hint="--directory-at")
         _print_directory(state, directory_at)
         return
     if resend:
         if request_id or policy:
-            raise typer.BadParameter("sends all of a time range.", param_hint="--resend")
-        _resend(state, _range(since, until), tenant, label, read_token(token_file), in_time=speed is Speed.ORIGINAL)
+            raise typer.BadParameter(
+                "It sends all of a time range: give --since and --until, no REQUEST_ID and no --policy.",
+                param_hint="--resend",
+            )
+        in_time = speed is not Speed.AS_SOON_AS_POSSIBLE
+        _resend(state, _range(since, until), tenant or DEMO, label, read_token(token_file), in_time=in_time)
         return
     from ..lab import replay as replay_module
     from ..router import policy as policy_module
@@ -242,7 +252,7 @@ def _decisions(request_id: str, state: Path, since: str, until: str) -> "list[De
     from . import records
 
     if request_id and (since or until):
-        raise typer.BadParameter("a request has its own time.", param_hint="--since")
+        raise typer.BadParameter("A request has its own time: leave it out beside a REQUEST_ID.", param_hint="--since")
     first, last = _range(since, until)
 
     async def work() -> "Records":
@@ -270,10 +280,11 @@ def _range(since: str, until: str) -> tuple[float | None, float | None]:
     from . import moments
 
     now = time.time()
-    return (
-        moments.parse(since, now, "--since") if since else None,
-        moments.parse(until, now, "--until") if until else None,
-    )
+    first = moments.parse(since, now, "--since") if since else None
+    last = moments.parse(until, now, "--until") if until else None
+    if last is not None and first is not None and last <= first:
+        raise typer.BadParameter("It is not after --since: 2h is earlier than 1h.", param_hint="--until")
+    return first, last
 
 
 def _print_mismatches(report: "Report", events_since: float | None) -> None:

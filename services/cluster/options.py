@@ -28,3 +28,9 @@ def read_token(token_file: Path | None) -> str:
             param_hint="token",
         )
     return token.strip()
+
+
+def only_with(owner: str, given: list[str]) -> None:
+    """:raises BadParameter: options were given that mean something beside `owner` alone."""
+    if given:
+        raise typer.BadParameter(f"It goes with {owner} alone; leave it out.", param_hint=given[0])

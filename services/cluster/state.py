@@ -508,7 +508,11 @@ def _existing(file: tenants.TenantsFile, tenant: str, label: str) -> tenants.Cre
     found = _find(file, tenant, label)
     if found is None:
         known = ", ".join(each.label for each in file.credentials if each.tenant == tenant) or "none"
-        raise NoSuchCredential(f"has no credential with the label {label} (it has {known}).", field=f"tenant {tenant}")
+        raise NoSuchCredential(
+            f"has no credential with the label {label} (it has {known}).",
+            field=f"tenant {tenant}",
+            remedy="Name one of its labels with --label, or make a credential without --replace and --remove.",
+        )
     return found
 
 

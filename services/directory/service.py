@@ -245,7 +245,12 @@ async def run(rt: Runtime, shard: int = 0) -> None:
 
     :raises ConfigInvalid: there is no such shard.   :raises BusUnavailable: the event stream is not there."""
     if not 0 <= shard < rt.config.directory.shards:
-        raise ConfigInvalid(f"{shard} is none of its {rt.config.directory.shards} shards.", field="directory")
+        last = rt.config.directory.shards - 1
+        raise ConfigInvalid(
+            f"there is no shard {shard}.",
+            field="--shard",
+            remedy=f"Name one of 0 to {last}, or raise [directory] shards in config.toml and restart the cluster.",
+        )
     directory = Directory(rt, shard)
     rt.bus.on_connection_change.append(directory.connection_changed)
     await rt.listen(subjects.ALL_LOAD, messages.LOAD, directory.load)

@@ -31,7 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from ..bus.blockkeys import Warmth, reusable_blocks, warmth
-from ..bus.errors import ConfigInvalid
+from ..bus.errors import ConfigInvalid, told_by_msgspec
 from . import cost
 from .cost import PrefillModel
 
@@ -229,7 +229,8 @@ def parse(data: bytes | str) -> Policy:
     try:
         policy = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ConfigInvalid(str(exc), field="policy", remedy="Correct it and publish it again.") from exc
+        what, where = told_by_msgspec(exc)
+        raise ConfigInvalid(what, field=f"policy.{where}" if where else "policy", remedy=CORRECT) from exc
     return known(policy)
 
 
@@ -515,4 +516,6 @@ SCHEMES: dict[str, Scheme] = {
     "round-robin": Scheme(_round_robin, whole_fleet=True),
 }
 
+# What to do about a policy that cannot be read.
+CORRECT = "Correct it; all weights and their defaults: docs/reference.md#policies."
 _decoder = msgspec.json.Decoder(Policy)

@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from ..bus.errors import ConfigInvalid
+from ..bus.errors import ConfigInvalid, told_by_msgspec
 from . import policy
 from .policy import Policy
 
@@ -91,7 +91,8 @@ def _parse(data: bytes, kind: type[T]) -> T:
     try:
         found = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        field = kind.__name__.lower()
-        raise ConfigInvalid(str(exc), field=field, remedy="Correct it and publish it again.") from exc
+        what, where = told_by_msgspec(exc)
+        name = kind.__name__.lower()
+        raise ConfigInvalid(what, field=f"{name}.{where}" if where else name, remedy=policy.CORRECT) from exc
     policy.known(found.policy)
     return found

@@ -30,6 +30,12 @@ def test_an_error_names_the_field_and_the_remedy() -> None:
     assert str(error) == "messages: must be a list. Send at least one message."
 
 
+def test_a_remedy_does_not_run_on_from_what_a_library_said() -> None:
+    error = errors.ConfigInvalid("Object missing required field `name`", remedy="Name it.")
+
+    assert error.sentence() == "Object missing required field `name`. Name it."
+
+
 def test_codes_lead_back_to_their_class() -> None:
     assert errors.by_code("overloaded") is errors.Overloaded
     assert errors.by_code("from a later version") is errors.PrefixbusError

@@ -78,7 +78,7 @@ def test_the_usual_port_gives_way_when_it_is_taken(taken: int, monkeypatch: pyte
 @pytest.mark.parametrize("model", ["nope", ""])
 def test_an_unknown_model_is_refused_before_anything_is_made(tmp_path: Path, model: str) -> None:
     with pytest.raises(ConfigInvalid, match="it has smollm2"):
-        deployment.check_model(tmp_path / "s", model)
+        deployment.check_config(tmp_path / "s", model)
 
     assert not (tmp_path / "s").exists()
 
