@@ -426,6 +426,7 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     saved_prefill_ms: _Figure = 0.0
     imbalance_penalty_ms: _Figure = 0.0
     net_gain_ms: _Figure = 0.0
+    decode_ms: _Figure = 0.0
 
 
 class ShadowRecord(msgspec.Struct, frozen=True):

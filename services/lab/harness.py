@@ -191,7 +191,7 @@ class World:
         self.wires.perform(self.directory.tick(now))
         while self.directory.do_slice(now):
             pass
-        if self.setup.placement is not None:
+        if self.setup.orders is not None:
             self.wires.order(self.directory.orders(now))
         self.timeline.after(TICK_S, self._tick)
 

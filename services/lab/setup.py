@@ -85,8 +85,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     bounded_start: bool = True
     # A dispatch and three re-choices.
     max_attempts: int = 4
-    # What idle workers compute before a request asks for it; None: nothing.
-    placement: PlacementRules | None = None
+    # What idle workers compute before a request asks for it, as the config's default; None: nothing, as under a rule.
+    placement: PlacementRules | None = PlacementRules()
     # Of an order's tokens, how many an engine is given at once.
     warm_step_tokens: int = 1024
     # (seconds, worker): all of its cache goes then, as at a restart; what it has in hand is computed again.
@@ -96,3 +96,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     # workers serve that take any, of two equals the newer: a deployment moves its tokenizers half-way.
     upgrade: Upgrade | None = None
     seed: int = 0
+
+    @property
+    def orders(self) -> PlacementRules | None:
+        """What is ordered of idle workers: nothing by a router that is not ours."""
+        return self.placement if isinstance(self.policy, Policy) else None

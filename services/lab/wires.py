@@ -134,7 +134,7 @@ class Wires:
 
     def remember(self, tenant: str, ns_id: bytes, keys: bytes, blocks: int) -> None:
         """A router has dispatched a request of which so many blocks are held somewhere."""
-        if blocks and self._setup.placement is not None:
+        if blocks and self._setup.orders is not None:
             prefix = keys[: 8 * blocks]
             self._prefixes[ns_id, int.from_bytes(prefix[-8:], "little")] = Prefix(tenant, prefix)
 

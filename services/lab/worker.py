@@ -34,6 +34,7 @@ from ..engine_sim.sequence import EngineNamespace, VirtualSequence
 from ..router.policy import Policy
 from ..worker_bridge.admission import WAITED, Admission, Left, Offer, Phase, Ticket, charged_ms
 from .fetching import Fetch, Fetching, Reply
+from .rules import Cache, cache_of
 from .setup import MODEL, Setup, serves
 from .timeline import Life, Timeline
 from .warming import Warming
@@ -98,7 +99,7 @@ class Worker:
             max_model_len=blocks * block_size,
             pool=pool,
         )
-        if isinstance(setup.policy, Policy):
+        if isinstance(setup.policy, Policy) or cache_of(setup.policy) is not Cache.OWN:
             reserved_slots = int(setup.slots * setup.cold_reserve)
             self.admission = Admission(setup.slots, setup.prefill_window_tokens, reserved_slots)
         else:

@@ -154,12 +154,12 @@ class _Contest:
         policy, worker = self._policy, one.worker
         pinned_tokens = worker.pinned_tokens
         speed = self._speeds.of(one) if one.name in self._speeds.odd else 1.0
-        beside_ms = cost.interference_ms(group.model, figures.created, pinned_tokens)
-        ttft_ms = one.queue_ms + speed * figures.prefill_ms + speed * beside_ms
+        interference_ms = speed * cost.interference_ms(group.model, figures.created, pinned_tokens)
+        ttft_ms = one.queue_ms + speed * figures.prefill_ms + interference_ms
         needed_tokens = figures.created + self._request.output_tokens
         if needed_tokens > worker.free_tokens:
             ttft_ms += cost.memory_wait_ms(needed_tokens, worker.free_tokens, pinned_tokens, policy.kv_turnover_ms)
-        cost_ms = ttft_ms + policy.new_kv_price * speed * figures.kv_ms
+        cost_ms = ttft_ms + policy.new_kv_price * speed * figures.kv_ms + policy.decode_price * interference_ms
         if cost_ms > limit_ms:
             return None
         externality = cost.externality(worker.rho(self._now), policy.externality_cap)

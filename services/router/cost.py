@@ -1,7 +1,7 @@
 """What a request costs on a worker: the terms of the decision, each by itself.
 
     ttft = queue + prefill + interference + memory wait
-    cost = ttft + new-KV price * KV price + externality * work - home bonus        (DESIGN 6)
+    cost = ttft + new-KV price * KV price + decode price * interference + externality * work - home bonus  (DESIGN 6)
 
 Owns: the formulas and the prefill profiles that price a model until its workers are measured.
 Must not know: workers, requests, which term wins, clocks.

@@ -270,4 +270,5 @@ def _candidate(terms: Terms, net_gain_ms: float) -> CandidateRecord:
         saved_prefill_ms=terms.saved_ms,
         imbalance_penalty_ms=terms.saved_ms - candidate.queue_ms - terms.transfer_ms - net_gain_ms,
         net_gain_ms=net_gain_ms,
+        decode_ms=terms.decode_ms,
     )

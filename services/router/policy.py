@@ -75,6 +75,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_warm_wait_ms: _Ms = 2000.0
     # ... for an expected output up to this; longer ones get the share long_output_tokens / output of it.
     long_output_tokens: _Tokens = 1024
+    # Per ms that those who decode there add to its prefill: what it costs them in turn, and itself once it decodes
+    # beside them.
+    decode_price: Annotated[float, Meta(ge=0, le=10)] = 3.0
     externality_cap: Annotated[float, Meta(ge=0, le=100)] = 4.0
     # Differences in cached tokens below this are not spoken of as leaving a warm worker.
     min_reuse_tokens: _Tokens = 64
@@ -155,6 +158,7 @@ class Terms(NamedTuple):
     interference_ms: float
     memory_wait_ms: float
     new_kv_ms: float
+    decode_ms: float
     externality_ms: float
     home_bonus_ms: float
     ttft_ms: float
@@ -277,7 +281,8 @@ def _price(
     externality_ms = cost.externality(candidate.rho, policy.externality_cap) * work_ms
     home_bonus_ms = policy.home_bonus_ms if is_at_it else _home_bonus_ms(request, candidate, policy)
     ttft_ms = max(candidate.queue_ms, transfer_ms) + prefill_ms + interference_ms + memory_wait_ms
-    cost_ms = ttft_ms + new_kv_ms + externality_ms - home_bonus_ms
+    decode_ms = policy.decode_price * interference_ms
+    cost_ms = ttft_ms + new_kv_ms + decode_ms + externality_ms - home_bonus_ms
     return Terms(
         candidate,
         work_ms,
@@ -285,6 +290,7 @@ def _price(
         interference_ms,
         memory_wait_ms,
         new_kv_ms,
+        decode_ms,
         externality_ms,
         home_bonus_ms,
         ttft_ms,

@@ -108,6 +108,7 @@ def _policy(rng: random.Random) -> Policy:
     return Policy(
         version=f"v{rng.randrange(9)}",
         new_kv_price=rng.random(),
+        decode_price=4 * rng.random(),
         home_bonus_ms=rng.random() * 60,
         margin_ms=rng.choice([None, 0.0, rng.random() * 100]),
         max_warm_wait_ms=rng.random() * 3000,

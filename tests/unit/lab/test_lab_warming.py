@@ -26,7 +26,7 @@ def orders(result: Result) -> int:
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS.keys())
 def test_no_traffic_waits_for_what_is_computed_for_nobody(load: Workload) -> None:
-    without = run(Setup(), load)
+    without = run(Setup(placement=None), load)
     with_orders = run(Setup(placement=PlacementRules()), load)
 
     assert with_orders.leftovers == []
@@ -37,7 +37,7 @@ def test_no_traffic_waits_for_what_is_computed_for_nobody(load: Workload) -> Non
 def test_one_hot_prefix_is_where_idle_workers_are_before_they_are_asked() -> None:
     load = LOADS["one hot document and cold prompts"]
 
-    without = run(Setup(), load)
+    without = run(Setup(placement=None), load)
     with_orders = run(Setup(placement=PlacementRules()), load)
 
     assert with_orders.ttft(prefix_class="document").mean < 0.8 * without.ttft(prefix_class="document").mean
@@ -47,7 +47,7 @@ def test_near_saturation_requests_wait_no_longer_either() -> None:
     """There a queue that is longer by one request changes all that follows: sums of several runs are compared."""
     loads = [synthetic.zipf_prefixes(rate=100, count=700, seed=seed) for seed in range(3)]
 
-    without = [run(Setup(), load).ttft() for load in loads]
+    without = [run(Setup(placement=None), load).ttft() for load in loads]
     with_orders = [run(Setup(placement=PlacementRules()), load).ttft() for load in loads]
 
     assert sum(times.mean for times in with_orders) <= 1.01 * sum(times.mean for times in without)
@@ -78,7 +78,7 @@ def test_reuse_recovers_faster_after_half_of_the_fleet_has_lost_its_cache(
             served
         )
 
-    without = run(Setup(resets=resets), load)
+    without = run(Setup(resets=resets, placement=None), load)
     rewarmed = run(Setup(resets=resets, placement=REWARMING_ALONE), load)
 
     assert orders(without) == 0 < orders(rewarmed)

@@ -112,6 +112,7 @@ class Scene:
             least_loaded=rng.choice([1, 2, 4]),
             suspect_trust=rng.random(),
             new_kv_price=rng.random(),
+            decode_price=4 * rng.random(),
             max_warm_wait_ms=rng.choice([100.0, 2000.0]),
         )
         self.holdings = self._holdings() if rng.random() < 0.9 else None

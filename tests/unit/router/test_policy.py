@@ -17,7 +17,7 @@ H100 = PROFILES["h100-8b"]
 # 1 ms a token and nothing else: examples that speak of milliseconds can be written in tokens.
 MS_A_TOKEN = PrefillModel(0.0, 1.0, 0.0, 0.0)
 KV_TOKENS = 1_050_000
-BARE = Policy(new_kv_price=0.0, home_bonus_ms=0.0, min_reuse_tokens=1)
+BARE = Policy(new_kv_price=0.0, decode_price=0.0, home_bonus_ms=0.0, min_reuse_tokens=1)
 
 
 def candidate(worker: str, cached: int = 0, queue_ms: float = 0.0, **changed: Any) -> Candidate:
@@ -42,6 +42,21 @@ def choose(request: RequestShape, *candidates: Candidate, by: Policy = Policy())
 
 
 IDLE = candidate("idle")
+
+# --- those who decode
+
+
+def test_a_small_hit_is_left_where_many_decode_for_their_sake() -> None:
+    """400k tokens of others' context add 21 ms to a step: less than the 35 ms that 2,000 tokens save, but those who
+    decode pay the same, step after step."""
+    busy = candidate("busy", 2000, pinned_tokens=400_000)
+
+    assert choose(shape(4000), busy, IDLE, by=BARE).worker == "busy"
+    decided = choose(shape(4000), busy, IDLE)
+    assert decided.worker == "idle"
+    terms = next(one for one in decided.ranking if one.candidate is busy)
+    assert terms.decode_ms == Policy().decode_price * terms.interference_ms > 0.0
+
 
 # --- the worked examples
 
