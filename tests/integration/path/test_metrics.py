@@ -3,7 +3,9 @@
 import asyncio
 import importlib.util
 import json
+import os
 import re
+import sys
 import time
 import uuid
 from collections import Counter
@@ -17,6 +19,7 @@ import nats
 import pytest
 from support.cluster import MODEL, TEST_TIMEOUT_S, Answer, Cluster, ask, chat, total_of
 from support.nats import eventually
+from support.processes import spawned
 
 from prefixbus.bus import labels
 from prefixbus.bus.blockkeys import warmth
@@ -24,6 +27,7 @@ from prefixbus.bus.connection import Bus
 from prefixbus.bus.errors import PrefixbusError
 from prefixbus.bus.messages import DECISION, OUTCOME, DecisionRecord, Outcome
 from prefixbus.client import Client
+from prefixbus.cluster import deployment
 from prefixbus.router import cost
 from prefixbus.router.cost import PrefillModel
 
@@ -318,6 +322,51 @@ async def test_more_requests_make_no_more_series(watched: Cluster) -> None:
     assert said["prefix_class"] <= set(labels.PREFIX_CLASSES)
     assert said["pool"] == {POOL}
     assert len(said["template"]) == 1
+
+
+@pytest.mark.timeout(2 * TEST_TIMEOUT_S)
+async def test_a_scrape_counts_every_block_that_an_engine_evicted(watched: Cluster) -> None:
+    """Of one that has room for a prompt or two, beside two that have room for all."""
+    blocks = 64
+    ports = [deployment.free_port() for _ in range(3)]
+    place = deployment.Engine(
+        url=f"http://127.0.0.1:{ports[0]}",
+        events=f"tcp://127.0.0.1:{ports[1]}",
+        replay=f"tcp://127.0.0.1:{ports[2]}",
+    )
+    options = deployment.Options(workers=1, kv_tokens=blocks * BLOCK)
+    plan = deployment.Deployment(watched.state, options, say=lambda line: None)
+    bridge_command = [
+        *(sys.executable, "-m", "prefixbus", "run", "worker_bridge", "--state", str(watched.state)),
+        *("--worker", "small", "--engine-url", place.url, "--kv-events", place.events, "--kv-replay", place.replay),
+    ]
+    environ = {**os.environ, **ENVIRON}
+    with spawned(plan.engine_command("small", place)), spawned(bridge_command, env=environ) as process:
+        await eventually(lambda: watched.is_ready(process.pid), "its bridge is ready", 60)
+        bridge = next(file for file in deployment.run_files(watched.state) if file.pid == process.pid)
+
+        def scraped(name: str) -> float:
+            return total_of(watched.metrics_of(bridge), f"prefixbus_bridge_{name}")
+
+        # Its probe's blocks are nobody's: they are evicted, too, and of no age.
+        foreign_at_first = scraped("foreign_blocks")
+        async with await watched.client() as client:
+            for _ in range(60):
+                await ask(client, chat(uuid.uuid4().hex + SENTENCE * 40, max_tokens=1))
+        await watched.settles()
+
+        async with aiohttp.ClientSession() as session, session.get(f"{place.url}/sim/stats") as reply:
+            engine = await reply.json()
+        # The engine's events are a moment behind its answers.
+        await eventually(
+            lambda: scraped("held_blocks") + scraped("foreign_blocks") == engine["keys_cached"],
+            f"it knows what its engine holds, {engine}",
+        )
+        assert engine["totals"]["evictions"] > 0
+        gone = engine["totals"]["evictions"] - (foreign_at_first - scraped("foreign_blocks"))
+        assert scraped("evicted_block_age_seconds_count") == gone
+        assert scraped("evicted_block_age_seconds_sum") > 0
+        assert scraped("kv_occupancy_ratio") == engine["keys_cached"] / blocks
 
 
 @pytest.mark.timeout(TEST_TIMEOUT_S)
