@@ -90,6 +90,12 @@ def replay(
         float,
         typer.Option(help="Routers take prefill for so many times as long as it is, and do not learn better."),
     ] = 1.0,
+    host_tokens: Annotated[
+        int, typer.Option(min=0, help="Each worker's host store, in tokens of KV; 0: it has none.")
+    ] = 0,
+    transfer_bandwidth: Annotated[
+        float, typer.Option(min=0, help="GB/s from a worker to another, for KV that is pulled; 0: nothing is.")
+    ] = 0.0,
     fail: Annotated[
         list[str] | None,
         typer.Option(metavar="WORKER@S[+S]", help="A worker is lost then, and back so much later; repeat for more."),
@@ -130,6 +136,10 @@ def replay(
             field="--kv-tokens",
             remedy="Give more, or smaller blocks (--block-size).",
         )
+    if not transfer_bandwidth <= 1e6:
+        raise ConfigInvalid(
+            f"{transfer_bandwidth:g} GB/s is no bandwidth.", field="--transfer-bandwidth", remedy="Give 25, say."
+        )
     if report_gap > report_every:
         raise ConfigInvalid("is longer than --report-every.", field="--report-gap", remedy="Give less.")
     _writable(as_json, "--json")
@@ -156,6 +166,8 @@ def replay(
         report_every_s=report_every,
         event_delay_s=event_delay,
         event_loss=event_loss,
+        host_tokens=host_tokens,
+        transfer_bandwidth=transfer_bandwidth * 1e9 or None,
         failures=failures,
         upgrade=None if upgrade is None else Upgrade(at=upgrade),
         seed=seed,
@@ -442,7 +454,7 @@ def _comparison_tables() -> "tuple[Table, Table]":
     ):
         times.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     state = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("policy", "reuse", "hits", "avoided", "net s", "copies", "kv", "busiest", "left warm"):
+    for column in ("policy", "reuse", "hits", "avoided", "net s", "moved GB", "copies", "kv", "busiest", "left warm"):
         state.add_column(column, justify="left" if column in ("policy", "left warm") else "right", no_wrap=True)
     return times, state
 
@@ -485,6 +497,7 @@ def _state_of(known: Sequence["Figures"]) -> list[str]:
         _number([figures.request_hit_rate for figures in known], 3),
         f"{sum(figures.prefill_tokens_avoided for figures in known) / len(known):.0f}",
         _number([figures.prefill_ms_saved_net / 1000 for figures in known], 1),
+        _number([figures.transferred_bytes / 1e9 for figures in known], 1),
         _number([figures.copies_per_block for figures in known], 2),
         _number([figures.kv_cached for figures in known], 2),
         _number([figures.imbalance_requests for figures in known], 2),

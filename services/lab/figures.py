@@ -38,6 +38,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     prefill_ms_saved: float
     prefill_ms_saved_net: float
 
+    # Of the reused tokens: fetched from workers' own host stores, and from other workers, with the bytes of these.
+    loaded_tokens: int
+    pulled_tokens: int
+    transferred_bytes: int
+
     queue_ms: Times | None
     ttft_ms: Times | None
     ttft_ms_by_warmth: dict[str, Times | None]
@@ -88,6 +93,9 @@ def figures(result: Result, profile: Profile, block_size: int) -> Figures:
         prefill_tokens_avoided=reused,
         prefill_ms_saved=saved_ms,
         prefill_ms_saved_net=saved_ms - sum(one.queue_ms or 0.0 for one in begun),
+        loaded_tokens=sum(one.loaded_tokens for one in served),
+        pulled_tokens=sum(one.pulled_tokens for one in served),
+        transferred_bytes=sum(one.transferred_bytes for one in served),
         queue_ms=_times(one.queue_ms for one in served),
         ttft_ms=_times(one.ttft_ms for one in served),
         ttft_ms_by_warmth={name: _times(some) for name, some in by_warmth.items()},

@@ -98,6 +98,23 @@ def test_faults_and_wrong_estimates_are_played(trace: Path, tmp_path: Path) -> N
     assert sum(document["runs"][0]["figures"]["ended"].values()) == LINES
 
 
+def test_a_host_store_and_links_between_workers_are_played(trace: Path, tmp_path: Path) -> None:
+    """Of a cache of 16 blocks a worker no document survives; a host store keeps all of them."""
+    tiny = ("--kv-tokens", "2048", "--json")
+
+    without = replay(trace, *tiny, tmp_path / "without.json")
+    tiered = replay(
+        trace, *tiny, tmp_path / "with.json", "--host-tokens", "65536", "--transfer-bandwidth", "100", "--speed", "0.5"
+    )
+
+    assert (without.returncode, tiered.returncode) == (0, 0), without.stderr + tiered.stderr
+    plain, fetched = figures(tmp_path / "without.json")[0]["figures"], figures(tmp_path / "with.json")[0]["figures"]
+    assert plain["loaded_tokens"] == plain["transferred_bytes"] == 0
+    assert fetched["loaded_tokens"] > 0
+    assert fetched["transferred_bytes"] == 131072 * fetched["pulled_tokens"]
+    assert fetched["token_reuse"] > plain["token_reuse"]
+
+
 def test_ctrl_c_ends_all_runs_at_once(trace: Path) -> None:
     command = [sys.executable, "-m", "prefixbus", "lab", "replay", trace, "--trace-block", "64", "--seeds", "100"]
     # A terminal's Ctrl-C reaches the whole group; ignored it would be, were it so where these tests were started.

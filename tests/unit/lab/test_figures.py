@@ -147,3 +147,12 @@ def test_a_run_is_sampled_and_its_parts_fit_together() -> None:
     assert told.prefill_tokens_avoided == round(told.token_reuse * told.prompt_tokens)
     assert sum(some.count for some in told.ttft_ms_by_warmth.values() if some is not None) == 300
     assert told.wrong_hits == 0
+
+
+def test_what_was_fetched_is_summed_with_its_bytes() -> None:
+    fetched = served(160)
+    fetched.loaded_tokens, fetched.pulled_tokens, fetched.transferred_bytes = 64, 32, 32 * 131072
+
+    told = figures(result(fetched, served(0), fetched), H100, BLOCK)
+
+    assert (told.loaded_tokens, told.pulled_tokens, told.transferred_bytes) == (128, 64, 64 * 131072)

@@ -1,0 +1,88 @@
+"""The acceptance study says what was measured: spreads, differences, bars."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from acceptance import bars, compare, plan, report
+from acceptance.cells import OURS, SCENARIOS, TRACES, Cell, Measured, measure
+
+from prefixbus.lab.figures import Figures
+from prefixbus.lab.rules import ruled
+from prefixbus.lab.spread import spread
+
+ALL = {cell.key: cell for table in plan.TABLES for cell in table.cells()}
+
+
+def measured(mean: Callable[[Cell], float]) -> compare.Known:
+    """Every cell of the plan, with this mean TTFT, and twice that as p95."""
+    example = measure(Cell(traffic="local hit", setup={"workers": 2}), data=None)  # type: ignore[arg-type]
+    assert example.figures is not None and example.figures.ttft_ms is not None
+
+    def figures(cell: Cell) -> Figures:
+        assert example.figures is not None and example.figures.ttft_ms is not None
+        times = msgspec.structs.replace(example.figures.ttft_ms, mean=mean(cell), p95=2 * mean(cell))
+        return msgspec.structs.replace(example.figures, ttft_ms=times)
+
+    return {key: Measured(cell=cell, figures=figures(cell), ttft_ms=example.ttft_ms) for key, cell in ALL.items()}
+
+
+def test_every_cell_is_one_that_can_be_run() -> None:
+    for cell in ALL.values():
+        assert cell.traffic in TRACES or cell.traffic in SCENARIOS
+        if cell.policy != OURS:
+            ruled(cell.policy)
+
+
+def test_a_cell_that_is_asked_for_again_has_the_same_name_and_another_seed_another() -> None:
+    one = Cell(traffic="conv", setup={"workers": 4, "routers": 2})
+    assert one.key == Cell(traffic="conv", setup={"routers": 2, "workers": 4}).key
+    assert one.key != msgspec.structs.replace(one, seed=1).key
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "said"),
+    [
+        ([100.0, 102.0], [103.0, 105.0], "-2.9 %"),
+        ([100.0, 102.0], [101.5, 103.5], "none"),
+        ([100.0], [80.0], "+25.0 %"),
+    ],
+)
+def test_a_difference_within_the_spread_is_none(ours: list[float], other: list[float], said: str) -> None:
+    assert compare.difference(spread(ours), spread(other)) == said
+
+
+def test_bars_hold_by_what_was_measured() -> None:
+    """Ours 100 ms everywhere; every rule 120, but overlap at weight 8 only 101."""
+    known = measured(lambda cell: 100.0 if cell.policy == OURS else 101.0 if cell.policy == "overlap:8" else 120.0)
+
+    some = {bar.what: bar for bar in bars.bars(plan.TABLES, known)}
+
+    assert some["conv x1, mean TTFT to round-robin"].measured == pytest.approx(100 / 120)
+    assert some["conv x1, mean TTFT to round-robin"].holds
+    tuned = some["conv x1, mean TTFT to overlap at its best weight"]
+    assert tuned.measured == pytest.approx(100 / 101) and not tuned.holds
+    assert some["conv x3, mean TTFT to overlap at its best weight"].holds
+    assert some["conv x1, routers 8: mean TTFT to 1"].measured == 1.0
+
+
+def test_the_report_names_where_another_rule_is_ahead() -> None:
+    known = measured(lambda cell: 90.0 if cell.policy == "threshold" and cell.traffic == "syn" else 100.0)
+
+    text = report.whole(plan.TABLES, known)
+
+    assert "| published | syn x6 | mean | threshold | +11.1 % |" in text
+    assert "| published | conv x1 | mean | threshold |" not in text
+    assert "**90**" in text
+
+
+def test_a_run_that_never_ends_is_said_and_is_beaten() -> None:
+    known = measured(lambda cell: 100.0)
+    for key, cell in ALL.items():
+        if cell.policy == "round-robin":
+            known[key] = Measured(cell=cell, figures=None, ttft_ms=[])
+
+    some = {bar.what: bar for bar in bars.bars(plan.TABLES, known)}
+
+    assert some["conv x1, mean TTFT to round-robin"].measured == 0.0
+    assert "never ends" in report.tables(plan.TABLES, known)
