@@ -90,10 +90,11 @@ def stream_configs(capture: CaptureSection = NO_CAPTURE) -> tuple[StreamConfig, 
             discard_new_per_subject=True,
             # Longer than any usual request waits; what is older is not begun a second time (worker_bridge/stream.py).
             max_age=subjects.CLAIMS_KEPT_S,
-            # About 80 B a claim: half a million, or 600 requests/s. When it is full, claims are refused rather than
-            # forgotten. In files, which cost no more than memory (12 us of the server's CPU and 0.2 ms for the answer,
-            # measured): a stream in memory is gone after a restart, name and all.
-            max_bytes=40 * _MIB,
+            # 72 B a claim (measured): 1.4 million, or 1500 requests/s; two cores do 900 (docs/performance.md). When it
+            # is full, claims are refused rather than forgotten, and no lost attempt is made up for. In files, which
+            # cost no more than memory (12 us of the server's CPU and 0.2 ms for the answer, measured): a stream in
+            # memory is gone after a restart, name and all.
+            max_bytes=96 * _MIB,
             **_COMMON,
         ),
         StreamConfig(

@@ -6,7 +6,7 @@ import pytest
 from nats.js.api import StorageType
 from support.nats import NatsServer
 
-from prefixbus.bus import subjects
+from prefixbus.bus import ids, subjects
 from prefixbus.bus.errors import BusUnavailable, ConfigInvalid, Unavailable
 from prefixbus.cluster import permissions, provision
 
@@ -70,6 +70,21 @@ async def test_a_request_is_claimed_once(provisioned: NatsServer) -> None:
         with pytest.raises(BusUnavailable, match="maximum messages per subject"):
             await bus.publish_acked(subjects.claim("r1"), b"w2 2")
     await second.publish_acked(subjects.claim("r2"), b"w2 1")
+
+
+async def test_there_is_room_for_the_claims_of_1000_requests_a_second(tmp_path: Path) -> None:
+    """For as long as they count. Without room a request whose worker was lost is begun by nobody else."""
+    count = 100
+    async with NatsServer(tmp_path, ["w1"]) as server:
+        await server.provision()
+        bridge = await server.bus("worker_bridge", "w1")
+        for number in range(count):
+            await bridge.publish_acked(subjects.claim(ids.request_id(1.7e9, number.to_bytes(10, "big"))), b"w1 1")
+        info = await (await server.bus("deploy")).jetstream.stream_info(subjects.STREAM_CLAIMS)
+
+    assert info.state.messages == count
+    assert info.config.max_bytes is not None
+    assert info.config.max_bytes >= info.state.bytes / count * 1000 * subjects.CLAIMS_KEPT_S
 
 
 async def test_a_service_whose_streams_are_missing_is_told_what_to_do(tmp_path: Path) -> None:
