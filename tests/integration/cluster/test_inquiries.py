@@ -201,7 +201,7 @@ async def test_a_record_that_was_tampered_with_is_told_field_by_field(cluster: C
     ("arguments", "says"),
     [
         (["replay", "--since", "yesterday"], "is no moment"),
-        (["replay", "asked-1", "--since", "1h"], "a request has its own time"),
+        (["replay", "asked-1", "--since", "1h"], "request has its own time"),
         (["replay", "--policy", "nowhere.json"], "'nowhere.json' is no policy, and no file"),
         (["explain", "a.b"], "cannot stand in a subject"),
     ],
