@@ -11,6 +11,9 @@ from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Arrival, Segment, Workload, keys_of, seed_of
 from prefixbus.router.policy import Policy
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 BLOCK = 32
 WORKERS = 4
 # All together half of what is asked for again.

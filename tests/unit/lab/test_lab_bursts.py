@@ -7,6 +7,9 @@ from prefixbus.lab import synthetic
 from prefixbus.lab.harness import run
 from prefixbus.lab.setup import Setup
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 SIBLINGS = 32
 
 

@@ -15,6 +15,9 @@ from prefixbus.lab.rules import ruled
 from prefixbus.lab.setup import Failure, Setup, Upgrade
 from prefixbus.lab.workload import Arrival, Workload, keys_under
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 WORKERS = 4
 
 

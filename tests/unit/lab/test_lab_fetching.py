@@ -13,6 +13,9 @@ from prefixbus.lab.timeline import Timeline
 from prefixbus.lab.workload import Arrival, Segment, Workload, keys_of, seed_of
 from prefixbus.router.transfer import SETUP_MS
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 BLOCK = 32
 NS = bytes(16)
 KV_TOKENS = 16_000

@@ -10,6 +10,9 @@ from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 from prefixbus.router.policy import Policy
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 
 @pytest.fixture(scope="module")
 def load() -> Workload:

@@ -10,6 +10,9 @@ from prefixbus.lab.results import Result
 from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces"
 CONVERSATION = TRACES / "mooncake_conversation.jsonl"
 ROUTERS = (2, 4, 8)

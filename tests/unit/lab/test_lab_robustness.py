@@ -11,6 +11,9 @@ from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 from prefixbus.router.cost import PROFILES
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 BAR = 1.05
 
 

@@ -10,6 +10,9 @@ from prefixbus.lab.results import Result
 from prefixbus.lab.rules import ruled
 from prefixbus.lab.setup import Setup
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 IN_TURN = ruled("round-robin")
 
 

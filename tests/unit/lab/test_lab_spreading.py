@@ -13,6 +13,9 @@ from prefixbus.lab.rules import ruled
 from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 # --- sessions that share one system prompt
 
 

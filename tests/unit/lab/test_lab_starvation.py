@@ -12,6 +12,9 @@ from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Arrival, Segment, Workload, keys_of, seed_of
 from prefixbus.router.policy import Policy, RequestShape, decide
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 WORKERS = 4
 BLOCK = 32
 # What may be with the engine before a newcomer, and the step that is under way when it comes: 2 + 1 steps of 8192

@@ -9,6 +9,9 @@ from prefixbus.lab.results import Result
 from prefixbus.lab.setup import Setup
 from prefixbus.lab.workload import Workload
 
+# Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
+pytestmark = pytest.mark.timeout(90)
+
 REWARMING_ALONE = PlacementRules(copies_max=0)
 
 LOADS = {
