@@ -52,9 +52,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     # Of workers whose cache has another size.
     kv_tokens_of: dict[str, int] = {}
     # Of each worker's host store, which begins with what is computed (0: it has none), and the link from there to its
-    # GPU, in bytes a second: PCIe 4 x16 in practice.
+    # GPU, in bytes a second: PCIe 5 x16 in practice, which an H100 has.
     host_tokens: Annotated[int, Meta(ge=0)] = 0
-    host_bandwidth: Annotated[float, Meta(gt=0)] = 25e9
+    host_bandwidth: Annotated[float, Meta(gt=0)] = 50e9
     # From one worker to another, in bytes a second each way; None: nothing is pulled.
     transfer_bandwidth: Annotated[float, Meta(gt=0)] | None = None
     # What an engine's steps cost (engine_sim.profile.PRESETS), and what routers take that for; None: the same profile.

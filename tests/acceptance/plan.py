@@ -122,7 +122,7 @@ TABLES = [
     Table(
         "tiers",
         "A host tier, and pulls between workers",
-        "A host store of four times the KV of each worker, 25 GB/s to its GPU, given to every rule; and KV pulled from"
+        "A host store of four times the KV of each worker, 50 GB/s to its GPU, given to every rule; and KV pulled from"
         " other workers at 25 GB/s.",
         APART,
         [
