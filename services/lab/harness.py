@@ -29,7 +29,8 @@ from .workload import Arrival, Workload
 
 # How often routers and directory look at their leases and at what has expired.
 TICK_S = 0.1
-# After the last end: what was promised to the directory expires 1 s after its outcome.
+# After the last end: what was promised to the directory expires 1 s after its outcome, or after twice as long as it
+# takes its worker's events for late.
 SETTLE_S = 2.0
 # How often it is looked at what workers hold, in the time from the first arrival to the last.
 SAMPLES = 20
@@ -89,7 +90,9 @@ class World:
         ended_at = timeline.now
         setup = self.setup
         delays_s = setup.event_delay_s + (setup.announce_delay_s or 0.0) + (setup.predict_delay_s or 0.0)
-        timeline.run_until(ended_at + SETTLE_S + delays_s + (LOST_AFTER_S if setup.failures else 0.0))
+        latest_s = max(self.directory.ledger.lag_s(name) for name in self.lives.of)
+        failed_s = LOST_AFTER_S if setup.failures else 0.0
+        timeline.run_until(ended_at + SETTLE_S + delays_s + 2 * latest_s + failed_s)
         return Result(
             served=self.served,
             workers=[self._totals(name) for name in self.lives.of],
