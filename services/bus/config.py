@@ -111,6 +111,8 @@ class DirectorySection(Section, frozen=True):
     # What the index of one shard may take; over it, the entries of the least useful namespaces go first.
     memory_bytes: Annotated[int, Meta(ge=64 * 1024 * 1024)] = 1024 * 1024 * 1024
     namespaces_max: _Positive = 65536
+    # Of one tenant, whose clients' salts make as many as they like: over it its own least useful ones go.
+    namespaces_per_tenant: _Positive = 8192
     # Entries that nothing touched for this long lose trust slowly.
     entries_fresh_s: _PositiveMs = 3600.0
 

@@ -56,7 +56,11 @@ class Directory:
         self.core = Shard(
             Settings(
                 Rules(suspect_after_s=section.suspect_after_s, lost_after_s=section.lost_after_s),
-                Bounds(memory_bytes=section.memory_bytes, namespaces_max=section.namespaces_max),
+                Bounds(
+                    memory_bytes=section.memory_bytes,
+                    namespaces_max=section.namespaces_max,
+                    namespaces_per_tenant=section.namespaces_per_tenant,
+                ),
                 TrustRules(fresh_s=section.entries_fresh_s),
                 PlacementRules(
                     copies_max=placement.copies_max,

@@ -1,6 +1,6 @@
 """One shard of the directory in full, without a bus or a clock: messages in, answers and effects out.
 
-Owns: what ties index, ledger, predictions, trust, shedding and placement together, and what a look-up says of them.
+Owns: what ties index, ledger, predictions, trust, shedding, quota and placement together, and what a look-up says.
 Must not know: NATS, subjects, which shard it is, how an effect is carried out.
 Units: `now` in seconds on the caller's monotonic clock, `wall` in Unix seconds."""
 
@@ -28,6 +28,7 @@ from .index import Index, Levels, Slots, depth_in
 from .ledger import NO_EFFECTS, Effect, Ledger, Rules, WorkerView
 from .placement import Placement, PlacementRules
 from .predictions import Predictions
+from .quota import Quota
 from .shedding import Bounds, Shedding
 from .trust import Ages, Trust, TrustRules
 
@@ -66,6 +67,7 @@ class Shard:
         self.predictions = Predictions(slots)
         self.ledger = Ledger(self.index, settings.leases)
         self.shedding = Shedding(self.index, settings.bounds)
+        self.quota = Quota(settings.bounds.namespaces_per_tenant, settings.bounds.namespaces_max)
         self.trust = Trust(settings.trust)
         self.ages = Ages(settings.trust)
         self.placement = Placement(settings.placement)
@@ -158,12 +160,13 @@ class Shard:
         answered = outcome.status == "ok"
         follow_s = max(EVENTS_FOLLOW_S, 2 * self.ledger.lag_s(outcome.worker))
         self.predictions.ended(outcome.request_id, outcome.attempt, now + follow_s if answered else None)
+        ns_id = bytes.fromhex(outcome.ns_id)
+        self.quota.named(ns_id, outcome.tenant)
         if not answered or outcome.cached_tokens is None or outcome.predicted_tokens <= 0:
             return NO_EFFECTS
         view = self.ledger.view(outcome.worker)
         if view is None or view.slot is None or view.incarnation != outcome.incarnation:
             return NO_EFFECTS
-        ns_id = bytes.fromhex(outcome.ns_id)
         if self.index.touched_at(ns_id, view.slot) is None:
             # No entry of ours was behind it.
             return NO_EFFECTS
@@ -184,7 +187,10 @@ class Shard:
         """Drop some of what is over: announcements, entries of closed slots, and what is too much. True if there is
         more."""
         more = self.predictions.expire(now, SLICE_BLOCKS) | self.index.sweep(SLICE_BLOCKS)
-        return more or self.shedding.relieve(now, SHED_BLOCKS)
+        if more or self.shedding.relieve(now, SHED_BLOCKS):
+            return True
+        theirs = self.quota.beyond(self.index.namespace_ids)
+        return self.shedding.reduce(theirs, self.quota.each_max, now, SHED_BLOCKS)
 
     # --- what a look-up says ---
 

@@ -8,6 +8,7 @@ The use of a namespace is the blocks that look-ups found in it plus one for each
 Looking for the least useful walks a few hundred namespaces a slice, in turn, and remembers the worst it has seen: exact
 while there are few, a sample like that of Redis' eviction while there are many, and never a pause."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ class Bounds:
 
     memory_bytes: int = 1 << 30
     namespaces_max: int = 65536
+    # Of one tenant (quota.py).
+    namespaces_per_tenant: int = 8192
     # Shedding goes on to this share of both bounds, so that it does not begin again with the next event.
     relieved_at: float = 0.95
     half_life_s: float = 600.0
@@ -82,15 +85,35 @@ class Shedding:
             self._shed(now, budget)
         return index.namespaces > 0 and self._is_over(self._bounds.relieved_at)
 
+    def reduce(self, ns_ids: list[bytes], most: int, now: float, budget: int) -> bool:
+        """Drop about `budget` keys of the least useful of these, which the index holds, if they are more than `most`;
+        true if they still are."""
+        too_many = len(ns_ids) - most
+        if too_many <= 0:
+            return False
+        worst = sorted(ns_ids, key=functools.partial(self._worth, now))[: min(too_many, _SHED_AT_ONCE)]
+        for ns_id in worst:
+            budget = self._shed_one(ns_id, budget)
+            if budget <= 0:
+                break
+        return sum(1 for ns_id in ns_ids if ns_id in self._index.namespace_ids) > most
+
     def _shed(self, now: float, budget: int) -> None:
-        index = self._index
         for ns_id in self._least_useful(now)[:_SHED_AT_ONCE]:
-            before = index.pairs
-            index.shed(ns_id, budget)
-            budget -= before - index.pairs + _NAMESPACE_COSTS
-            self.shed_pairs += before - index.pairs
+            budget = self._shed_one(ns_id, budget)
             if budget <= 0 or not self._is_over(self._bounds.relieved_at):
                 return
+
+    def _shed_one(self, ns_id: bytes, budget: int) -> int:
+        """What is left of the budget."""
+        index = self._index
+        before = index.pairs
+        index.shed(ns_id, budget)
+        self.shed_pairs += before - index.pairs
+        return budget - (before - index.pairs + _NAMESPACE_COSTS)
+
+    def _worth(self, now: float, ns_id: bytes) -> float:
+        return self.use(ns_id, now) / self._index.bytes_of(ns_id)
 
     def _is_over(self, share: float) -> bool:
         index, bounds = self._index, self._bounds
@@ -105,6 +128,6 @@ class Shedding:
                 self._round = list(known)
             looked_at = [ns_id for ns_id in self._round[-_LOOKED_AT:] + self._worst if ns_id in known]
             del self._round[-_LOOKED_AT:]
-        worth = {ns_id: self.use(ns_id, now) / self._index.bytes_of(ns_id) for ns_id in looked_at}
+        worth = {ns_id: self._worth(now, ns_id) for ns_id in looked_at}
         self._worst = sorted(worth, key=worth.__getitem__)[:_REMEMBERED]
         return self._worst
