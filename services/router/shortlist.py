@@ -19,13 +19,14 @@ from ..bus.blockkeys import reusable_blocks
 from ..bus.home import home
 from ..bus.messages import Holdings, Level, Route
 from .contenders import Group, Speeds, contenders
+from .cost import PrefillModel
 from .fleet import Available
 from .learning import Learner
 from .policy import Candidate, Policy, Pull, RequestShape, shared_tokens
 from .transfer import Links
 
 # Of holders, beside those that can be chosen; the deepest first. In the worst case every worker has a depth of its own.
-MAX_HOLDERS = 24
+MAX_HOLDERS = 12
 
 
 class Shortlist(NamedTuple):
@@ -144,7 +145,10 @@ def _groups(by_queue: list[Available], usable: dict[str, int], block_size: int, 
             alike[key] = [one]
         else:
             group.append(one)
-    models = {label: learner.model_of(workers[0].worker.worker_class) for (_, label), workers in alike.items()}
+    models: dict[str, PrefillModel] = {}
+    for (_, label), workers in alike.items():
+        if label not in models:
+            models[label] = learner.model_of(workers[0].worker.worker_class)
     deepest_first = sorted(alike.items(), key=_blocks, reverse=True)
     return [Group(blocks * block_size, models[label], workers) for (blocks, label), workers in deepest_first]
 
