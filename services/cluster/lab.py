@@ -110,8 +110,7 @@ def replay(
     """Play a trace on a virtual clock under one or several policies, and compare what becomes of it.
 
     The router's decision, the directory and the bridges' admission are those that run live; engines are simulated."""
-    from ..lab.setup import Setup, Upgrade
-    from ..router.cost import PROFILES
+    from ..lab.setup import Setup, Upgrade, misjudged
     from . import charts, runs
 
     _profile(profile)
@@ -160,7 +159,7 @@ def replay(
         routers=routers,
         kv_tokens=kv_tokens,
         profile=profile,
-        model=None if estimate == 1.0 else _scaled(PROFILES[profile], estimate),
+        model=None if estimate == 1.0 else misjudged(profile, estimate),
         learns=estimate == 1.0,
         report_gap_s=report_gap,
         report_every_s=report_every,
@@ -320,16 +319,6 @@ def _profile(name: str) -> Any:
             f"{name[:80]!r} is not a profile.", field="--profile", remedy=f"Use one of: {', '.join(PRESETS)}."
         )
     return PRESETS[name]
-
-
-def _scaled(model: Any, factor: float) -> Any:
-    """What decoding adds to a step is no part of the prefill estimate."""
-    return msgspec.structs.replace(
-        model,
-        fixed_ms=model.fixed_ms * factor,
-        token_ms=model.token_ms * factor,
-        attention_ms=model.attention_ms * factor,
-    )
 
 
 def _failure(text: str, workers: int) -> "Failure":

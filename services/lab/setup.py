@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ..directory.placement import PlacementRules
-from ..router.cost import PrefillModel
+from ..router.cost import PROFILES, PrefillModel
 from ..router.policy import Policy
 from .rules import MakeRule
 
@@ -20,6 +20,18 @@ _Seconds = Annotated[float, Meta(ge=0)]
 def serves(revision: int) -> str:
     """What workers say they serve, by the model's revision; a run begins with 0."""
     return f"{MODEL}-{revision}"
+
+
+def misjudged(profile: str, factor: float) -> PrefillModel:
+    """What routers take prefill for that believe it to take `factor` times as long. What decoding adds to a step is no
+    part of that estimate."""
+    model = PROFILES[profile]
+    return msgspec.structs.replace(
+        model,
+        fixed_ms=model.fixed_ms * factor,
+        token_ms=model.token_ms * factor,
+        attention_ms=model.attention_ms * factor,
+    )
 
 
 class Failure(msgspec.Struct, frozen=True):

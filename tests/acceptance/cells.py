@@ -16,9 +16,8 @@ from prefixbus.lab import synthetic, traces
 from prefixbus.lab.figures import Figures, figures
 from prefixbus.lab.harness import NeverEnds, run
 from prefixbus.lab.rules import ruled
-from prefixbus.lab.setup import Setup
+from prefixbus.lab.setup import Setup, misjudged
 from prefixbus.lab.workload import Workload
-from prefixbus.router.cost import PROFILES, PrefillModel
 from prefixbus.router.policy import Policy
 
 OURS = "prefix-aware"
@@ -101,7 +100,7 @@ def measure(cell: Cell, data: Path) -> Measured:
     policy = Policy(**cell.weights) if cell.policy == OURS else ruled(cell.policy)
     changes: dict[str, Any] = {"policy": policy}
     if cell.estimate != 1.0:
-        changes |= {"model": _scaled(PROFILES[setup.profile], cell.estimate), "learns": False}
+        changes |= {"model": misjudged(setup.profile, cell.estimate), "learns": False}
     setup = msgspec.structs.replace(setup, **changes)
     try:
         result = run(setup, asked.jittered(cell.seed))
@@ -112,12 +111,3 @@ def measure(cell: Cell, data: Path) -> Measured:
     ordered = sorted(one.ttft_ms for one in result.served if one.ttft_ms is not None)
     quantiles = [ordered[min(len(ordered) - 1, len(ordered) * step // 200)] for step in range(201)]
     return Measured(cell=cell, figures=figures(result, PRESETS[setup.profile], asked.block_size), ttft_ms=quantiles)
-
-
-def _scaled(model: PrefillModel, factor: float) -> PrefillModel:
-    return msgspec.structs.replace(
-        model,
-        fixed_ms=model.fixed_ms * factor,
-        token_ms=model.token_ms * factor,
-        attention_ms=model.attention_ms * factor,
-    )

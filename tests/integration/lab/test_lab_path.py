@@ -1,9 +1,12 @@
 """A small cluster with simulated engines, and the lab on its virtual clock, decide the same of the same requests."""
 
+import functools
+import operator
 import random
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 from support.cluster import TEST_TIMEOUT_S, Cluster, ask, chat
 from support.journal import Journal
 from support.nats import eventually
@@ -42,8 +45,8 @@ async def test_the_lab_decides_as_a_live_cluster_does(tmp_path: Path) -> None:
     with Cluster(tmp_path, "--workers", "3", environ=environ) as cluster:
         listener = await deployment.connect(cluster.state, "directory", cluster.url)
 
-        def hear(message: object) -> None:
-            announced = messages.DISPATCHED.decode(message.data)  # type: ignore[attr-defined]
+        def hear(message: Msg) -> None:
+            announced = messages.DISPATCHED.decode(message.data)
             if announced.worker and announced.attempt == 1:
                 keys[announced.request_id] = announced.keys
 
@@ -51,7 +54,7 @@ async def test_the_lab_decides_as_a_live_cluster_does(tmp_path: Path) -> None:
         async with await cluster.client() as client, await Journal.of(cluster) as journal:
             for number, body in enumerate(dialogs()):
                 await ask(client, body, request_id=f"q{number}")
-                ended = lambda label=f"q{number}": bool(journal.outcomes.get(label))  # noqa: E731
+                ended = functools.partial(operator.contains, journal.outcomes, f"q{number}")
                 await eventually(ended, f"the outcome of q{number}", 10)
             live = [journal.decisions[f"q{number}"][-1] for number in range(REQUESTS)]
             outcomes = [journal.outcomes[f"q{number}"][-1] for number in range(REQUESTS)]

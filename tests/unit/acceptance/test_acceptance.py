@@ -1,6 +1,7 @@
 """The acceptance study says what was measured: spreads, differences, bars."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ ALL = {cell.key: cell for table in plan.TABLES for cell in table.cells()}
 
 def measured(mean: Callable[[Cell], float]) -> compare.Known:
     """Every cell of the plan, with this mean TTFT, and twice that as p95."""
-    example = measure(Cell(traffic="local hit", setup={"workers": 2}), data=None)  # type: ignore[arg-type]
+    example = measure(Cell(traffic="local hit", setup={"workers": 2}), data=Path())
     assert example.figures is not None and example.figures.ttft_ms is not None
 
     def figures(cell: Cell) -> Figures:
