@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from acceptance import bars, compare, plan, report
+from acceptance import bars, compare, plan, plots, report
 from acceptance.cells import OURS, SCENARIOS, TRACES, Cell, Measured, measure
 
 from prefixbus.lab.figures import Figures
@@ -87,3 +87,16 @@ def test_a_run_that_never_ends_is_said_and_is_beaten() -> None:
 
     assert some["conv x1, mean TTFT to round-robin"].measured == 0.0
     assert "never ends" in report.tables(plan.TABLES, known)
+
+
+@pytest.mark.timeout(90)
+def test_the_pictures_are_drawn_also_where_a_run_never_ended(tmp_path: Path) -> None:
+    known = measured(lambda cell: 100.0 * cell.speed)
+    for key, cell in ALL.items():
+        if cell.policy == "longest-hit":
+            known[key] = Measured(cell=cell, figures=None, ttft_ms=[])
+
+    plots.draw(known, tmp_path)
+
+    drawn = {file.name: file.read_bytes()[:4] for file in tmp_path.iterdir()}
+    assert drawn == dict.fromkeys(("ttft-cdf.png", "ttft-load.png", "reuse-cache.png", "ttft-delay.png"), b"\x89PNG")
