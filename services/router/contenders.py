@@ -140,12 +140,7 @@ class _Contest:
     def _figures(self, group: Group) -> _Figures:
         model, prompt = group.model, self._request.prompt_tokens
         created = max(1, prompt - group.cached_tokens)
-        figures = self._computed[id(group)] = _Figures(
-            created,
-            cost.prefill_ms(model, created, prompt),
-            cost.kv_price_ms(model, created, prompt),
-            cost.work_ms(model, created, prompt),
-        )
+        figures = self._computed[id(group)] = _Figures(created, *cost.parts_ms(model, created, prompt))
         return figures
 
     def _price(self, group: Group, figures: _Figures, one: Available, limit_ms: float) -> _Price | None:

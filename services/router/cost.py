@@ -67,6 +67,12 @@ def work_ms(model: PrefillModel, uncached_tokens: int, prompt_tokens: int) -> fl
     return model.fixed_ms * share + kv_price_ms(model, uncached_tokens, prompt_tokens)
 
 
+def parts_ms(model: PrefillModel, uncached_tokens: int, prompt_tokens: int) -> tuple[float, float, float]:
+    """`prefill_ms`, `kv_price_ms` and `work_ms` of the same prefill, to the last bit, in a third of the time."""
+    kv_ms = kv_price_ms(model, uncached_tokens, prompt_tokens)
+    return model.fixed_ms + kv_ms, kv_ms, model.fixed_ms * (uncached_tokens / model.step_tokens) + kv_ms
+
+
 def interference_ms(model: PrefillModel, uncached_tokens: int, pinned_tokens: int) -> float:
     """What the sequences in decode add to the steps of this prefill; `pinned_tokens` stands for their context."""
     steps = -(-uncached_tokens // model.step_tokens)

@@ -69,3 +69,14 @@ def test_the_externality_is_between_zero_and_its_cap(rho: float, cap: float) -> 
 
 def test_a_half_busy_worker_costs_others_as_much_as_oneself() -> None:
     assert cost.externality(0.5, 4.0) == 1.0
+
+
+@given(uncached=st.integers(1, 500_000), more=st.integers(0, 500_000), name=st.sampled_from(sorted(cost.PROFILES)))
+def test_parts_are_what_each_alone_is_to_the_last_bit(uncached: int, more: int, name: str) -> None:
+    model, prompt = cost.PROFILES[name], uncached + more
+
+    assert cost.parts_ms(model, uncached, prompt) == (
+        cost.prefill_ms(model, uncached, prompt),
+        cost.kv_price_ms(model, uncached, prompt),
+        cost.work_ms(model, uncached, prompt),
+    )
