@@ -4,6 +4,7 @@ Owns: what a cell is, how it is run, its name on disk.   Must not know: which ce
 
 import functools
 import hashlib
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,6 @@ from prefixbus.lab.workload import Workload
 from prefixbus.router.policy import Policy
 
 OURS = "prefix-aware"
-SERVICES = Path(__file__).resolve().parents[2] / "services"
 
 # Recorded traffic: its file, and the tokens of a block.
 TRACES = {
@@ -75,11 +75,15 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def code_digest() -> str:
-    """Of all that a figure can depend on: what was measured with other code is measured again."""
+    """Of all that a figure can depend on, which is what this module imports: what was measured with other code is
+    measured again."""
+    imported = {Path(__file__)}
+    for name, module in sys.modules.items():
+        if name.startswith("prefixbus.") and module.__file__:
+            imported.add(Path(module.__file__))
     digest = hashlib.sha256()
-    for path in [*sorted(SERVICES.rglob("*.py")), Path(__file__)]:
-        if path.relative_to(SERVICES.parent).parts[1] not in ("cluster", "auditor", "tokenizer"):
-            digest.update(path.read_bytes())
+    for path in sorted(imported):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -14,6 +14,7 @@ from prefixbus.bus import messages, subjects
 from prefixbus.bus.messages import Outcome
 from prefixbus.cluster import records, streams
 
+BLOCK = 32
 RESTART_S = 60.0
 pytestmark = pytest.mark.timeout(120)
 SYSTEM = "You route requests to workers that hold what they need. " * 80
@@ -83,7 +84,9 @@ async def test_after_a_restart_the_next_request_hits_what_no_request_has_compute
     assert order.prefill_tokens and order.prefill_tokens >= 512
     assert outcome.worker == holder
     assert found.decisions[0].decision == "prefer-warm-worker"
-    assert answer.cached_tokens == outcome.predicted_tokens == order.prompt_tokens
+    # Of a prompt of exactly n blocks the last is computed again: where it ends depends on how the text is tokenised.
+    reusable = (answer.usage["prompt_tokens"] - 1) // BLOCK * BLOCK
+    assert answer.cached_tokens == outcome.predicted_tokens == min(order.prompt_tokens, reusable)
     await cluster.settles()
 
 
