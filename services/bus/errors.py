@@ -6,6 +6,7 @@
     |  +- ModelMismatch           model_mismatch      400
     |  +- ContextTooLong          context_too_long    400
     |  +- Unsupported             unsupported         400
+    |  +- NotResumable            not_resumable       400
     |  +- BadSubject              bad_subject         400
     +- ForgedReply                forged_reply        403
     +- UnknownModel               unknown_model       404
@@ -39,6 +40,8 @@ class PrefixbusError(Exception):
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    # When it may be worth another try, if whoever refused said so (the header Retry-After).
+    retry_after_s: float | None = None
 
     def __init__(self, message: str = "", *, field: str = "", remedy: str = "") -> None:
         self.message = message or (type(self).__doc__ or "").splitlines()[0]
@@ -102,6 +105,12 @@ class Unsupported(BadRequest):
     """The request asks for something that is not served."""
 
     code = "unsupported"
+
+
+class NotResumable(BadRequest):
+    """The answer cannot be taken up where it broke off."""
+
+    code = "not_resumable"
 
 
 class BadSubject(BadRequest):

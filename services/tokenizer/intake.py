@@ -1,9 +1,15 @@
 """A client's message as a checked request, or the error that says what is wrong with it.
 
 The body is an OpenAI chat-completions or completions object, read as vLLM reads it: unknown fields are ignored, known
-ones must have their type and range. What the engine's /v1/completions takes for sampling is passed on (`params`); what
-would change the answer and cannot be passed is refused by name, never dropped silently. Tenant and scope come from the
-subject alone.
+ones must have their type and range. What the engine takes for sampling is passed on (`params`); what would change the
+answer and cannot be passed is refused by name, never dropped silently. Tenant and scope come from the subject alone.
+
+    token ids to /v1/completions    all requests, but for
+    chat to /v1/chat/completions    those whose answer only the engine's own parsers can read: tools that may be called,
+                                    and all chats of a model that thinks aloud (`Parsers`)
+
+An answer can be taken up by another worker (`resume`) if prompt + tokens so far say all that its engine knew: not if it
+also kept several choices, a grammar, a parser's state, counts of what was said, or a seeded chain of chances.
 
 Owns: field names, types, ranges, limits of headers, the length rule.   Must not know: tokenizers, NATS, clocks.
 Units: seconds (deadlines: Unix seconds), bytes, tokens.
@@ -28,6 +34,7 @@ from ..bus.errors import (
     HeadersTooLarge,
     InvalidJson,
     ModelMismatch,
+    NotResumable,
     TooLarge,
     Unsupported,
 )
@@ -58,7 +65,6 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 # Set to anything but null, false, 0 or empty, these would change the answer, and the engine would not see them.
 _REFUSED = {
     "audio": "Ask for text.",
-    "bad_words": "Use stop or logit_bias.",
     "chat_template": "The model's own template is used.",
     "ec_transfer_params": "",
     "echo": "The prompt is not sent back.",
@@ -76,20 +82,28 @@ _REFUSED = {
     "priority": "All requests of a tenant are equal.",
     "prompt_embeds": "Send prompt as text or token ids.",
     "prompt_logprobs": "",
-    "return_token_ids": "",
+    "return_prompt_text": "",
+    "return_token_ids": "Use resume.",
     "return_tokens_as_token_ids": "",
     "suffix": "",
-    "thinking_token_budget": "Use max_tokens.",
+    "repetition_detection": "Use repetition_penalty.",
     "truncate_prompt_tokens": "Shorten the prompt yourself.",
     "use_beam_search": "Use n.",
     "vllm_xargs": "",
+    "watermarking": "",
     "web_search_options": "",
 }
 # Passed on to the engine under their own names, in this order.
 _PASSED = (
     "n temperature top_p top_k min_p seed stop stop_token_ids presence_penalty frequency_penalty repetition_penalty "
-    "min_tokens ignore_eos logit_bias allowed_token_ids include_stop_str_in_output skip_special_tokens "
+    "min_tokens ignore_eos logit_bias bad_words allowed_token_ids include_stop_str_in_output skip_special_tokens "
     "spaces_between_special_tokens response_format structured_outputs"
+).split()
+# What else /v1/chat/completions is given, as the client sent it: its engine needs it to read the answer, or to render
+# the prompt itself if it does not take ours.
+_OF_CHAT = (
+    "tools tool_choice parallel_tool_calls documents add_generation_prompt continue_final_message add_special_tokens "
+    "chat_template_kwargs reasoning_effort include_reasoning thinking_token_budget"
 ).split()
 
 _TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -101,6 +115,13 @@ _Stop = Annotated[str, Meta(min_length=1)]
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Resume(msgspec.Struct):
+    """The wish to be able to go on elsewhere (no ids), or to go on after these."""
+
+    token_ids: list[_TokenId] = []
 
 
 class _Body(msgspec.Struct, kw_only=True):
@@ -132,6 +153,8 @@ class _Body(msgspec.Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
+    bad_words: list[_Stop] | None = None
+    resume: _Resume | None = None
 
 
 class _ChatMessage(msgspec.Struct):
@@ -157,6 +180,9 @@ class _ChatBody(_Body, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
 
 
 class _CompletionsBody(_Body, kw_only=True):
@@ -174,11 +200,23 @@ class Envelope(msgspec.Struct, frozen=True):
     sending: int
 
 
+class Parsers(msgspec.Struct, frozen=True):
+    """Which of its outputs a model's engines take apart themselves: calls of tools, and what it thought."""
+
+    tools: bool = False
+    reasoning: bool = False
+
+
+NO_PARSERS = Parsers()
+
+
 class Request(msgspec.Struct, frozen=True):
     """A checked body. `chat` is None for completions, whose prompt is a text or a list of token ids.
 
     `max_tokens` is None where the engine fills what room is left; `params` are the engine's sampling parameters
-    without it."""
+    without it. `engine_chat` is what else its /v1/chat/completions is given, None for a request to /v1/completions.
+    `said` are the tokens of the answer that the client has already, which `max_tokens` and `params` are without;
+    `resumable` says that it wants, and may, go on elsewhere after any number of them."""
 
     kind: str
     params: dict[str, Any]
@@ -188,6 +226,9 @@ class Request(msgspec.Struct, frozen=True):
     chat: Chat | None = None
     prompt: str | list[int] = ""
     add_special_tokens: bool = True
+    engine_chat: dict[str, Any] | None = None
+    said: list[int] = []
+    resumable: bool = False
 
 
 B = TypeVar("B", bound=_Body)
@@ -253,10 +294,11 @@ def _deadline(text: str, limits: LimitsSection, wall: float) -> float:
     return deadline + limits.clock_skew_s
 
 
-def parse(body: bytes, model: str, limits: LimitsSection) -> Request:
-    """The request that a body makes for the subject's `model`.
+def parse(body: bytes, model: str, limits: LimitsSection, parsers: Parsers = NO_PARSERS) -> Request:
+    """The request that a body makes for the subject's `model`, whose engines have these `parsers`.
 
-    :raises TooLarge, InvalidJson, ModelMismatch, Unsupported, BadRequest: it makes none; the error names the field."""
+    :raises TooLarge, InvalidJson, ModelMismatch, Unsupported, NotResumable, BadRequest: it makes none; the error names
+    the field."""
     if len(body) > limits.max_body_bytes:
         raise TooLarge(
             f"{len(body)} bytes are over the limit of {limits.max_body_bytes}.", field="body", remedy="Send less."
@@ -278,17 +320,17 @@ def parse(body: bytes, model: str, limits: LimitsSection) -> Request:
     if has_chat and has_prompt:
         raise BadRequest("Both messages and prompt are given.", field="prompt", remedy="Send one of them.")
     if has_chat:
-        return _chat(tree)
+        return _chat(tree, parsers)
     if has_prompt:
         return _completions(tree)
     raise BadRequest("is missing.", field="messages", remedy="Send messages (chat) or prompt (completions).")
 
 
-def check_ids(ids: list[int], vocab_size: int) -> None:
+def check_ids(ids: list[int], vocab_size: int, field: str = "prompt") -> None:
     """:raises BadRequest: an id is not in the model's vocabulary."""
     if max(ids) >= vocab_size or min(ids) < 0:
         raise BadRequest(
-            f"holds a token id outside 0 to {vocab_size - 1}.", field="prompt", remedy="Use this model's tokenizer."
+            f"holds a token id outside 0 to {vocab_size - 1}.", field=field, remedy="Use this model's tokenizer."
         )
 
 
@@ -326,8 +368,13 @@ def refuse_if_hopeless(request: Request, chars: int, longest_token_chars: int, m
 
 
 def engine_params(request: Request, max_tokens: int) -> bytes:
-    """The JSON object of sampling parameters for the engine's /v1/completions."""
+    """The JSON object of sampling parameters for the engine."""
     return orjson.dumps({"max_tokens": max_tokens, **request.params})
+
+
+def engine_chat(request: Request) -> bytes:
+    """The JSON object of what else /v1/chat/completions is given; empty for a request to /v1/completions."""
+    return b"" if request.engine_chat is None else orjson.dumps(request.engine_chat)
 
 
 def _prompt_field(request: Request) -> str:
@@ -353,6 +400,8 @@ def _refuse(tree: dict[str, Any]) -> None:
         raise Unsupported("is not supported.", field="best_of", remedy="Use n.")
     if tree.get("modalities") not in (None, ["text"]):
         raise Unsupported("asks for more than text.", field="modalities", remedy='Use ["text"].')
+    if tree.get("verbosity") not in (None, "medium"):
+        raise Unsupported("cannot be chosen.", field="verbosity", remedy="Ask for it in the prompt.")
 
 
 def _converted(tree: dict[str, Any], kind: type[B]) -> B:
@@ -366,24 +415,31 @@ def _converted(tree: dict[str, Any], kind: type[B]) -> B:
         raise BadRequest("Values are nested too deeply.", field="body") from exc
 
 
-def _chat(tree: dict[str, Any]) -> Request:
+def _chat(tree: dict[str, Any], parsers: Parsers) -> Request:
     body = _converted(tree, _ChatBody)
     if not body.messages:
         raise BadRequest("is empty.", field="messages", remedy="Send at least one message.")
     if body.tools == []:
         raise BadRequest("is empty.", field="tools", remedy="Leave it out, or give at least one tool.")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise Unsupported("can be auto or none.", field="tool_choice", remedy="Let the model choose.")
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("needs logprobs: true.", field="top_logprobs", remedy="Set it, or leave this out.")
     if body.continue_final_message and body.add_generation_prompt:
         raise BadRequest(
             "cannot be set together with add_generation_prompt.", field="continue_final_message", remedy="Set one."
         )
+    if body.thinking_token_budget is not None and not parsers.reasoning:
+        raise Unsupported(
+            "needs a model with a reasoning parser.", field="thinking_token_budget", remedy="Use max_tokens."
+        )
     _check_tools(body.tools, "tools")
+    is_read_by_engine = _may_call(body, parsers) or parsers.reasoning
     params = _params(body)
     if body.logprobs:
-        params["logprobs"] = body.top_logprobs or 0
+        params |= (
+            {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+            if is_read_by_engine
+            else {"logprobs": body.top_logprobs or 0}
+        )
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs.keys() & {"chat_template", "tokenize"}:
         raise Unsupported("cannot be set.", field=f"chat_template_kwargs.{name}", remedy="Leave it out.")
@@ -401,7 +457,54 @@ def _chat(tree: dict[str, Any]) -> Request:
         template_kwargs=kwargs,
     )
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _request("chat", body, params, max_tokens, chat=chat)
+    return _request(
+        "chat", body, params, max_tokens, chat=chat, engine_chat=_engine_chat(tree, chat) if is_read_by_engine else None
+    )
+
+
+def _may_call(body: _ChatBody, parsers: Parsers) -> bool:
+    """Whether the answer may hold calls of tools that the engine has to find.
+
+    Where it cannot, `auto` is answered in the model's own words, as the template taught it."""
+    choice = body.tool_choice
+    if choice == "none" or (choice in (None, "auto") and not body.tools):
+        return False
+    if choice in (None, "auto"):
+        return parsers.tools
+    remedy = 'Use "none", "auto", "required" or {"type": "function", "function": {"name": ...}}.'
+    name = ""
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        if choice.get("type", "function") != "function":
+            raise Unsupported(f"{_shown(choice['type'], 40)} is not served.", field="tool_choice.type", remedy=remedy)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest("names no function.", field="tool_choice.function.name", remedy=remedy)
+        name = function["name"]
+    elif choice != "required":
+        raise BadRequest(f"{_shown(choice, 40)} is not known.", field="tool_choice", remedy=remedy)
+    if not body.tools:
+        raise BadRequest("needs tools.", field="tool_choice", remedy="Give tools, or leave this out.")
+    if name and all(tool["function"]["name"] != name for tool in body.tools):
+        raise BadRequest(f"{name[:80]!r} is none of the tools.", field="tool_choice.function.name", remedy=remedy)
+    if not parsers.tools:
+        raise Unsupported(
+            "can be auto or none: the model's engines have no tool parser.",
+            field="tool_choice",
+            remedy="Let the model choose.",
+        )
+    return True
+
+
+def _engine_chat(tree: dict[str, Any], chat: Chat) -> dict[str, Any]:
+    """:raises BadRequest: it cannot be passed on."""
+    given = {name: tree[name] for name in _OF_CHAT if tree.get(name) is not None}
+    # Null and missing would be two things to vLLM.
+    given["add_generation_prompt"] = chat.add_generation_prompt
+    given["messages"] = [
+        {name: value for name, value in message.items() if name in _ChatMessage.__struct_fields__}
+        for message in tree["messages"]
+    ]
+    return _plain(given, "messages")
 
 
 def _completions(tree: dict[str, Any]) -> Request:
@@ -417,9 +520,21 @@ def _completions(tree: dict[str, Any]) -> Request:
 
 def _request(kind: str, body: _Body, params: dict[str, Any], max_tokens: int | None, **rest: Any) -> Request:
     options = body.stream_options
+    if options is not None and options.continuous_usage_stats:
+        raise Unsupported(
+            "is not supported.", field="stream_options.continuous_usage_stats", remedy="Usage comes with the end."
+        )
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise BadRequest(f"is over max_tokens {max_tokens}.", field="min_tokens", remedy="Lower it.")
+    said = [] if body.resume is None else body.resume.token_ids
+    hindrance = _hindrance(body, params, rest.get("engine_chat") is not None)
+    if said:
+        if hindrance:
+            raise NotResumable(f"An answer with {hindrance} cannot be resumed.", field="resume", remedy="Begin anew.")
+        max_tokens = _less(params, max_tokens, len(said))
     return Request(
+        said=said,
+        resumable=body.resume is not None and not hindrance,
         kind=kind,
         params=params,
         max_tokens=max_tokens,
@@ -427,6 +542,40 @@ def _request(kind: str, body: _Body, params: dict[str, Any], max_tokens: int | N
         include_usage=options is None or options.include_usage is not False,
         **rest,
     )
+
+
+def _hindrance(body: _Body, params: dict[str, Any], is_read_by_engine: bool) -> str:
+    """What of an answer's state is not in its tokens, so that no other engine could go on with it; empty: nothing."""
+    hindrances = {
+        "n over 1": (body.n or 1) > 1,
+        "logprobs": "logprobs" in params,
+        "tools or reasoning": is_read_by_engine,
+        "a format": "response_format" in params or "structured_outputs" in params,
+        "presence_penalty": bool(body.presence_penalty),
+        "frequency_penalty": bool(body.frequency_penalty),
+        "bad_words": bool(body.bad_words),
+        "a seed": body.seed is not None and body.temperature != 0,
+        # Without it a stop's beginning is never shown before the stop is ruled out.
+        "include_stop_str_in_output": bool(body.stop) and bool(body.include_stop_str_in_output),
+    }
+    return next((name for name, is_there in hindrances.items() if is_there), "")
+
+
+def _less(params: dict[str, Any], max_tokens: int | None, said: int) -> int | None:
+    """`max_tokens`, and `params`' min_tokens, without the `said`.
+
+    :raises BadRequest: nothing is left to be said."""
+    if params.get("min_tokens"):
+        params["min_tokens"] = max(0, params["min_tokens"] - said)
+    if max_tokens is None:
+        return None
+    if said >= max_tokens:
+        raise BadRequest(
+            f"holds {said} tokens, and max_tokens is {max_tokens}.",
+            field="resume.token_ids",
+            remedy="The answer is complete.",
+        )
+    return max_tokens - said
 
 
 def _params(body: _Body) -> dict[str, Any]:
@@ -448,11 +597,17 @@ def _params(body: _Body) -> dict[str, Any]:
             raise BadRequest("is missing.", field="response_format.json_schema", remedy="Give the schema.")
         if kind == "text":
             del params["response_format"]
+    return _plain(params, "structured_outputs")
+
+
+def _plain(tree: dict[str, Any], field: str) -> dict[str, Any]:
+    """What the engine gets must be JSON as deep as it goes; made plain here, so that nothing fails later.
+
+    :raises BadRequest: it is too deep."""
     try:
-        # What the engine gets must be JSON as deep as it goes; made plain here, so that nothing fails later.
-        plain: dict[str, Any] = orjson.loads(orjson.dumps(params))
+        plain: dict[str, Any] = orjson.loads(orjson.dumps(tree))
     except (TypeError, ValueError, RecursionError) as exc:
-        raise BadRequest(f"cannot be passed on ({exc}).", field="structured_outputs", remedy="Simplify it.") from exc
+        raise BadRequest(f"cannot be passed on ({exc}).", field=field, remedy="Simplify it.") from exc
     return plain
 
 

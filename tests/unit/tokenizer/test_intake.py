@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from prefixbus.bus.clock import VirtualClock
 from prefixbus.bus.config import LimitsSection
 from prefixbus.bus.errors import ContextTooLong, DeadlineExceeded, PrefixbusError, TooLarge
 from prefixbus.tokenizer import intake
-from prefixbus.tokenizer.intake import Request
+from prefixbus.tokenizer.intake import NO_PARSERS, Parsers, Request
 from prefixbus.tokenizer.memo import Memo
 from prefixbus.tokenizer.work import Workshop
 
@@ -21,10 +22,14 @@ LIMITS = LimitsSection()
 WALL = 1_700_000_000.0
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"prompt": "hi"}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOLS = {**HELLO, "tools": [WEATHER]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ALL_PARSERS = Parsers(tools=True, reasoning=True)
 
 
-def parse(body: Any, limits: LimitsSection = LIMITS) -> Request:
-    return intake.parse(body if isinstance(body, bytes) else orjson.dumps(body), "m", limits)
+def parse(body: Any, limits: LimitsSection = LIMITS, parsers: Parsers = NO_PARSERS) -> Request:
+    return intake.parse(body if isinstance(body, bytes) else orjson.dumps(body), "m", limits, parsers)
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
@@ -70,7 +75,45 @@ BAD: dict[str, tuple[Any, str, str]] = {
         "bad_request",
         "tools[0].function",
     ),
-    "a forced tool": ({**HELLO, "tool_choice": "required"}, "unsupported", "tool_choice"),
+    "a forced tool of none": ({**HELLO, "tool_choice": "required"}, "bad_request", "tool_choice"),
+    "a forced tool that no parser finds": ({**TOOLS, "tool_choice": "required"}, "unsupported", "tool_choice"),
+    "a named tool that no parser finds": ({**TOOLS, "tool_choice": NAMED}, "unsupported", "tool_choice"),
+    "an unknown choice": ({**TOOLS, "tool_choice": "perhaps"}, "bad_request", "tool_choice"),
+    "a choice among some tools": (
+        {**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+        "unsupported",
+        "tool_choice.type",
+    ),
+    "a choice of nothing": (
+        {**TOOLS, "tool_choice": {"type": "function"}},
+        "bad_request",
+        "tool_choice.function.name",
+    ),
+    "a choice that is no tool": (
+        {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}},
+        "bad_request",
+        "tool_choice.function.name",
+    ),
+    "a custom tool": (
+        {**HELLO, "tools": [{"type": "custom", "custom": {"name": "x"}}]},
+        "unsupported",
+        "tools[0].type",
+    ),
+    "a budget for thoughts": ({**HELLO, "thinking_token_budget": 5}, "unsupported", "thinking_token_budget"),
+    "few words": ({**HELLO, "verbosity": "low"}, "unsupported", "verbosity"),
+    "usage in every chunk": (
+        {**HELLO, "stream_options": {"continuous_usage_stats": True}},
+        "unsupported",
+        "stream_options.continuous_usage_stats",
+    ),
+    "the ids of the answer": ({**HELLO, "return_token_ids": True}, "unsupported", "return_token_ids"),
+    "a watermark": ({**PROMPT, "watermarking": True}, "unsupported", "watermarking"),
+    "a resumption of another type": ({**PROMPT, "resume": [1]}, "bad_request", "resume"),
+    "more said than may be": (
+        {**PROMPT, "max_tokens": 2, "resume": {"token_ids": [1, 2]}},
+        "bad_request",
+        "resume.token_ids",
+    ),
     "two ends": (
         {**HELLO, "continue_final_message": True, "add_generation_prompt": True},
         "bad_request",
@@ -166,6 +209,7 @@ def test_sampling_goes_to_the_engine_under_its_names() -> None:
         "min_tokens": 1,
         "ignore_eos": True,
         "logit_bias": {"5": -100},
+        "bad_words": ["no"],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
     }
 
@@ -175,6 +219,109 @@ def test_sampling_goes_to_the_engine_under_its_names() -> None:
 
     wanted = {**sampling, "max_tokens": 9, "logprobs": 3}
     assert orjson.loads(intake.engine_params(request, request.max_tokens or 0)) == wanted
+
+
+CALLS: dict[str, tuple[dict[str, Any], Parsers, bool]] = {
+    "no tools": (HELLO, ALL_PARSERS, True),
+    "no tools, no thoughts": (HELLO, Parsers(tools=True), False),
+    "tools": (TOOLS, Parsers(tools=True), True),
+    "tools that nobody finds in the answer": (TOOLS, NO_PARSERS, False),
+    "tools by choice": ({**TOOLS, "tool_choice": "auto"}, Parsers(tools=True), True),
+    "a tool for certain": ({**TOOLS, "tool_choice": "required"}, Parsers(tools=True), True),
+    "this tool": ({**TOOLS, "tool_choice": NAMED}, Parsers(tools=True), True),
+    "tools to be seen alone": ({**TOOLS, "tool_choice": "none"}, Parsers(tools=True), False),
+    "thoughts": (HELLO, Parsers(reasoning=True), True),
+    "a completion": (PROMPT, ALL_PARSERS, False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_only_the_engines_parsers_can_read_goes_to_its_chat_endpoint(name: str) -> None:
+    body, parsers, is_read_by_engine = CALLS[name]
+
+    request = parse(body, parsers=parsers)
+
+    assert (request.engine_chat is not None) == is_read_by_engine
+    assert bool(intake.engine_chat(request)) == is_read_by_engine
+
+
+def test_the_chat_endpoint_is_given_what_it_needs_and_nothing_else() -> None:
+    chat = {
+        "messages": [
+            {"role": "user", "content": "hi", "nonsense": 1},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "weather"}}]},
+            {"role": "tool", "content": "rain", "tool_call_id": "1"},
+        ],
+        "tools": [WEATHER],
+        "tool_choice": NAMED,
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "include_reasoning": False,
+    }
+    sampling = {"temperature": 0.5, "max_tokens": 9, "logprobs": True, "top_logprobs": 3}
+
+    request = parse({**chat, **sampling, "user": "u", "cache_salt": "s", "stream": True}, parsers=ALL_PARSERS)
+
+    wanted = {**chat, "add_generation_prompt": True}
+    wanted["messages"][0] = {"role": "user", "content": "hi"}
+    assert orjson.loads(intake.engine_chat(request)) == wanted
+    assert orjson.loads(intake.engine_params(request, 9)) == sampling
+
+
+def test_a_tool_as_deep_as_no_engine_would_take_it_is_refused() -> None:
+    body = orjson.dumps({**HELLO, "tools": [{"type": "function", "function": {"name": "x", "parameters": "DEEP"}}]})
+
+    with pytest.raises(PrefixbusError) as caught:
+        parse(body.replace(b'"DEEP"', b'{"x":' * 400 + b"1" + b"}" * 400), parsers=ALL_PARSERS)
+
+    assert caught.value.code == "bad_request"
+
+
+def test_a_resumed_answer_has_what_is_left_to_be_said() -> None:
+    asked = {**PROMPT, "max_tokens": 9, "min_tokens": 5, "stop": ["x"], "seed": 3, "temperature": 0}
+
+    first, later, late = (parse({**asked, "resume": {"token_ids": ids}}) for ids in ([], [7, 8, 9], [7] * 6))
+
+    assert first == msgspec.structs.replace(parse(asked), resumable=True)
+    assert (first.max_tokens, later.max_tokens, late.max_tokens) == (9, 6, 3)
+    assert [request.params.get("min_tokens") for request in (first, later, late)] == [5, 2, 0]
+    assert (later.said, later.resumable) == ([7, 8, 9], True)
+
+
+def test_without_a_limit_a_resumed_answer_has_none() -> None:
+    assert parse({**HELLO, "resume": {"token_ids": [1]}}).max_tokens is None
+
+
+NOT_RESUMABLE: dict[str, dict[str, Any]] = {
+    "several choices": {**HELLO, "n": 2},
+    "logprobs": {**HELLO, "logprobs": True},
+    "logprobs of a completion": {**PROMPT, "logprobs": 0},
+    "calls": TOOLS,
+    "a format": {**HELLO, "response_format": {"type": "json_object"}},
+    "a grammar": {**PROMPT, "structured_outputs": {"regex": "a"}},
+    "what was said costs": {**PROMPT, "frequency_penalty": 0.5},
+    "what is there costs": {**PROMPT, "presence_penalty": 0.5},
+    "words not to be said": {**PROMPT, "bad_words": ["a b"]},
+    "a chain of chances": {**PROMPT, "seed": 3},
+    "a stop that is shown": {**PROMPT, "stop": "x", "include_stop_str_in_output": True},
+}
+
+
+@pytest.mark.parametrize("name", NOT_RESUMABLE)
+def test_an_answer_whose_state_is_not_in_its_tokens_is_not_resumed(name: str) -> None:
+    body, parsers = NOT_RESUMABLE[name], Parsers(tools=True)
+
+    assert not parse({**body, "resume": {}}, parsers=parsers).resumable
+    with pytest.raises(PrefixbusError) as caught:
+        parse({**body, "resume": {"token_ids": [1]}}, parsers=parsers)
+
+    assert (caught.value.code, caught.value.field) == ("not_resumable", "resume")
+
+
+def test_nobody_who_does_not_ask_pays_for_resumption() -> None:
+    assert not parse(HELLO).resumable
+    assert not parse({**HELLO, "resume": None}).resumable
 
 
 def test_text_as_the_format_is_no_constraint() -> None:
