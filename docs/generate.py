@@ -72,17 +72,22 @@ def _messages() -> str:
     return "\n".join(parts)
 
 
+def _default(field: Any) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{field.default_factory()!r}`"
+    return "required" if field.default is msgspec.NODEFAULT else f"`{field.default!r}`"
+
+
 def _config() -> str:
     parts = []
+    sections: list[tuple[str, Any]] = []
     for section in msgspec.structs.fields(config.Config):
-        kind = section.type
-        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-            kind = config.ModelSection
-        title = "[models.NAME]" if kind is config.ModelSection else f"[{section.name}]"
-        rows = "".join(
-            f"| `{field.name}` | {'required' if field.default is msgspec.NODEFAULT else f'`{field.default!r}`'} |\n"
-            for field in msgspec.structs.fields(kind)
-        )
+        if section.name == "models":
+            sections += [("[models.NAME]", config.ModelSection), ("[models.NAME.adapters.NAME]", config.AdapterSection)]
+        else:
+            sections.append((f"[{section.name}]", section.type))
+    for title, kind in sections:
+        rows = "".join(f"| `{field.name}` | {_default(field)} |\n" for field in msgspec.structs.fields(kind))
         parts.append(f"### `{title}`\n\n{_first_paragraph(kind)}\n\n| key | default |\n|---|---|\n{rows}")
     return "\n".join(parts)
 

@@ -64,6 +64,16 @@ class LimitsSection(Section, frozen=True):
     clock_skew_s: Annotated[float, Meta(ge=0)] = 1.0
 
 
+class AdapterSection(Section, frozen=True):
+    """A LoRA adapter, which every engine of its model serves; clients ask for it as the model `MODEL:ADAPTER`.
+
+    `revision` is a digest of the adapter's files (as `sha256:...`): two adapters, or two revisions of one, share no KV.
+    `engine_name` is what the engine calls it (vLLM: `--lora-modules NAME=PATH`), the adapter's own name if empty."""
+
+    revision: Annotated[str, Meta(min_length=1)]
+    engine_name: str = ""
+
+
 class ModelSection(Section, frozen=True):
     """A served model: what its tokens are made with, and the revisions that must agree before KV is shared.
 
@@ -86,6 +96,12 @@ class ModelSection(Section, frozen=True):
     block_size: _Positive = 32  # what vLLM on CPU needs
     # Which prefill profile (router.cost.PROFILES) prices this model until its workers have been measured.
     profile: str = "h100-8b"
+    # LoRA adapters by name. All workers of the model must serve these: the set is part of what routers compare.
+    adapters: dict[str, AdapterSection] = {}
+
+    def engine_names(self) -> dict[str, str]:
+        """What the engine calls each adapter."""
+        return {name: adapter.engine_name or name for name, adapter in self.adapters.items()}
 
 
 class TokenizerSection(Section, frozen=True):
@@ -207,6 +223,11 @@ class Config(Section, frozen=True):
     capture: CaptureSection = CaptureSection()
 
 
+def asked_name(model: str, adapter: str) -> str:
+    """What clients call a model (`adapter` empty) or an adapter of it, in subjects, bodies and answers."""
+    return f"{model}:{adapter}" if adapter else model
+
+
 def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") -> Config:
     """The config that a TOML text and the environment's overrides make.
 
@@ -219,11 +240,13 @@ def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") ->
         if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES:
             _override(tree, name, environ[name])
     try:
-        return msgspec.convert(tree, Config)
+        config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as exc:
         what, where = told_by_msgspec(exc)
         remedy = f"Correct it in {source} or its environment override."
         raise ConfigInvalid(what, field=where or source, remedy=remedy) from exc
+    _check_names(config.models)
+    return config
 
 
 def load(path: Path, environ: Mapping[str, str]) -> Config:
@@ -233,6 +256,25 @@ def load(path: Path, environ: Mapping[str, str]) -> Config:
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigInvalid(str(exc), field=path.name, remedy="Run `prefixbus init`.") from exc
     return parse(text, environ, path.name)
+
+
+def _check_names(models: Mapping[str, ModelSection]) -> None:
+    """:raises ConfigInvalid: two things would be asked for by one name."""
+    asked = set(models)
+    for model, section in models.items():
+        at_engine = {model}
+        for adapter, name in section.engine_names().items():
+            field = f"models.{model}.adapters.{adapter}"
+            if not adapter or asked_name(model, adapter) in asked:
+                raise ConfigInvalid(
+                    f"{asked_name(model, adapter)!r} is the name of something else.", field=field, remedy="Rename it."
+                )
+            if name in at_engine:
+                raise ConfigInvalid(
+                    f"{name!r} is what the engine calls something else.", field=field, remedy="Change its engine_name."
+                )
+            asked.add(asked_name(model, adapter))
+            at_engine.add(name)
 
 
 def _override(tree: dict[str, Any], name: str, value: str) -> None:

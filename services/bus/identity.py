@@ -11,6 +11,7 @@ import hashlib
 import msgspec
 
 from .config import ModelSection
+from .errors import UnknownModel
 from .namespace import EPOCH_ZERO, Namespace, canonical
 from .revision import Revisions
 
@@ -18,7 +19,8 @@ _DIGEST_BYTES = 8
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """The fields of a namespace that belong to the model and not to the caller."""
+    """The fields of a namespace that belong to the model and not to the caller. `adapters` are the names and revisions
+    of those that are served with it, sorted."""
 
     model: str
     model_revision: str
@@ -27,14 +29,23 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     position_digest: str
     kv_dtype: str
     block_size: int
+    adapters: tuple[tuple[str, str], ...] = ()
 
     def digest(self) -> str:
         """16 hex digits that name this identity in `Route.serves` and `Load.serves`."""
-        # A namespace of nobody: its encoding keeps every field apart, and an identity has no other fields.
-        return hashlib.blake2b(canonical(self.namespace("", "")), digest_size=_DIGEST_BYTES).hexdigest()
+        # Namespaces of nobody: their encoding keeps every field apart, and one's end from the next one's beginning.
+        spaces = [self.namespace("", "", adapter=name) for name in ("", *dict(self.adapters))]
+        return hashlib.blake2b(b"".join(map(canonical, spaces)), digest_size=_DIGEST_BYTES).hexdigest()
 
-    def namespace(self, tenant: str, scope: str, client_salt: str = "", *, acl_epoch: bytes = EPOCH_ZERO) -> Namespace:
-        """Everything that must agree for a request of this caller to share KV; no adapter, no media."""
+    def namespace(
+        self, tenant: str, scope: str, client_salt: str = "", *, adapter: str = "", acl_epoch: bytes = EPOCH_ZERO
+    ) -> Namespace:
+        """Everything that must agree for a request of this caller to share KV; no media.
+
+        :raises UnknownModel: there is no such adapter."""
+        adapter_revision = dict(self.adapters).get(adapter) if adapter else ""
+        if adapter_revision is None:
+            raise UnknownModel(f"{self.model} has no adapter {adapter[:80]!r}.", field="model")
         return Namespace(
             tenant=tenant,
             scope=scope,
@@ -42,8 +53,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
             model_revision=self.model_revision,
             tokenizer_revision=self.tokenizer_revision,
             template_version=self.template_version,
-            adapter="",
-            adapter_revision="",
+            adapter=adapter,
+            adapter_revision=adapter_revision,
             media_revision="",
             position_digest=self.position_digest,
             kv_dtype=self.kv_dtype,
@@ -64,4 +75,5 @@ def of_model(name: str, section: ModelSection, revisions: Revisions | None = Non
         position_digest=section.position_digest,
         kv_dtype=section.kv_dtype,
         block_size=section.block_size,
+        adapters=tuple(sorted((name, adapter.revision) for name, adapter in section.adapters.items())),
     )

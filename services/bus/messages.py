@@ -86,7 +86,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys; `kind` and
     `created_at` are the job's. `segments` are 12 bytes each: where it ends, in tokens (u32 LE), and its keyed digest
     (u64 LE), which other prompts of the namespace and of its other revisions can be compared by. `sending` counts the
-    client's sendings of this request, from 1."""
+    client's sendings of this request, from 1. `adapter` is that of `model`, empty for none."""
 
     v: int
     request_id: str
@@ -108,6 +108,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     tokenizer_revision: str = ""
     segments: bytes = b""
     sending: int = 1
+    adapter: str = ""
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
@@ -389,6 +390,7 @@ class Outcome(msgspec.Struct, frozen=True):
     traceparent: str = ""
     ahead_own_tokens: _Count | None = None
     ahead_others_tokens: _Count | None = None
+    adapter: str = ""
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):
@@ -501,6 +503,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     tokenizer_revision: str = ""
     segments: list[tuple[_Count, str]] = []
     min_held_blocks: _Count = 0
+    adapter: str = ""
 
 
 class Fact(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -78,15 +78,16 @@ def shard_of(namespace_id: bytes, shards: int) -> int:
     return int.from_bytes(namespace_id[:8], "little") % shards
 
 
-def salt(key: bytes, namespace_id: bytes) -> str:
+def salt(key: bytes, namespace_id: bytes, adapter: str = "") -> str:
     """The `cache_salt` an engine gets: base32(ns_id || MAC), 39 characters that need no escaping.
 
-    The MAC (key purpose "salt") lets a restarted bridge recognise its own blocks among foreign ones."""
-    return base64.b32encode(namespace_id + _mac(key, namespace_id)).decode().rstrip("=").lower()
+    The MAC (key purpose "salt") lets a restarted bridge recognise its own blocks among foreign ones. It covers the
+    namespace's adapter, since an engine's events say no more of that than a name."""
+    return base64.b32encode(namespace_id + _mac(key, namespace_id, adapter)).decode().rstrip("=").lower()
 
 
-def parse_salt(key: bytes, text: str) -> bytes | None:
-    """The ns_id inside a salt that `salt` made with this key; None for anything else."""
+def parse_salt(key: bytes, text: str, adapter: str = "") -> bytes | None:
+    """The ns_id inside a salt that `salt` made with this key for this adapter; None for anything else."""
     try:
         raw = base64.b32decode(text.upper() + "=" * (-len(text) % 8))
     except (binascii.Error, ValueError):
@@ -95,8 +96,8 @@ def parse_salt(key: bytes, text: str) -> bytes | None:
     if len(raw) != NS_ID_BYTES + _MAC_BYTES:
         return None
     # Made anew and compared whole: the MAC must be ours, and base 32's spare bits allow no second spelling.
-    return namespace_id if hmac.compare_digest(salt(key, namespace_id).encode(), text.encode()) else None
+    return namespace_id if hmac.compare_digest(salt(key, namespace_id, adapter).encode(), text.encode()) else None
 
 
-def _mac(key: bytes, namespace_id: bytes) -> bytes:
-    return hashlib.blake2b(namespace_id, digest_size=_MAC_BYTES, key=key).digest()
+def _mac(key: bytes, namespace_id: bytes, adapter: str) -> bytes:
+    return hashlib.blake2b(namespace_id + adapter.encode(), digest_size=_MAC_BYTES, key=key).digest()

@@ -432,6 +432,7 @@ class Deployment:
             "model-revision": config.model_revision,
         }
         flags = [text for name, value in arguments.items() for text in (f"--{name}", value)]
+        flags += [text for name in config.engine_names().values() for text in ("--adapter", name)]
         return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details", "--dev-mode"]
 
     def _config_of_model(self) -> ModelSection:

@@ -8,6 +8,7 @@ import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 
+from ..bus.config import asked_name
 from ..bus.messages import CandidateRecord, DecisionRecord, Outcome
 from . import moments
 from .records import Records
@@ -98,7 +99,8 @@ def candidates(workers: Sequence[CandidateRecord]) -> Table:
 
 def _request(decision: DecisionRecord) -> Iterator[str]:
     label = f", label {decision.client_request_id}" if decision.client_request_id != decision.request_id else ""
-    yield f"request {decision.request_id}{label}, of tenant {decision.tenant}, for {decision.model}"
+    asked = asked_name(decision.model, decision.adapter)
+    yield f"request {decision.request_id}{label}, of tenant {decision.tenant}, for {asked}"
     yield (
         f"{decision.prompt_tokens} prompt tokens ({decision.prefix_class}), about {decision.output_tokens} expected "
         f"as answer; decided {moments.show(decision.decided_at)} by {decision.router}"
@@ -119,7 +121,8 @@ def _request(decision: DecisionRecord) -> Iterator[str]:
 def _undecided(outcome: Outcome) -> Iterator[str]:
     label = f", label {outcome.client_request_id}" if outcome.client_request_id != outcome.request_id else ""
     why = "its decisions are not in the journal" if outcome.worker else "no worker was chosen"
-    yield f"request {outcome.request_id}{label}, of tenant {outcome.tenant}, for {outcome.model}"
+    asked = asked_name(outcome.model, outcome.adapter)
+    yield f"request {outcome.request_id}{label}, of tenant {outcome.tenant}, for {asked}"
     yield f"{outcome.prompt_tokens} prompt tokens ({outcome.prefix_class}); {why}"
     yield (
         f"then: {outcome.status} ({outcome.error}), said by the router {moments.show(outcome.ended_at)}, "

@@ -20,6 +20,7 @@ import msgspec
 
 from ..bus import frames, subjects
 from ..bus.cancels import Cancels
+from ..bus.config import asked_name
 from ..bus.connection import WrongSequence
 from ..bus.errors import (
     BusUnavailable,
@@ -713,7 +714,7 @@ class Request:
             return
         self._start("keepalive", KEEPALIVE_S, self._keepalive_is_due)
         route = self._route
-        body = frames.keepalive(route.kind, route.model, route.request_id, route.created_at)
+        body = frames.keepalive(route.kind, asked_name(route.model, route.adapter), route.request_id, route.created_at)
         headers = frames.keepalive_headers(route.client_request_id)
         nobody = self._desk.addresses.of(CLIENTS, route.request_id, self.attempts.attempt)
         try:

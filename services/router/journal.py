@@ -67,6 +67,7 @@ def ending(
         total_ms=total_ms,
         ended_at=ended_at,
         traceparent=traceparent,
+        adapter=route.adapter,
     )
 
 
@@ -121,6 +122,7 @@ def build(
         template_version=route.template_version,
         tokenizer_revision=route.tokenizer_revision,
         segments=_segments(route.segments),
+        adapter=route.adapter,
         **decided(decision),
     )
 

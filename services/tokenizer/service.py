@@ -20,7 +20,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from ..bus import blockkeys, frames, identity, ids, namespace, subjects
-from ..bus.config import ModelSection
+from ..bus.config import ModelSection, asked_name
 from ..bus.connection import MALFORMED_HEADERS, OVERSIZED_HEADERS
 from ..bus.errors import (
     BadRequest,
@@ -68,7 +68,7 @@ SWITCH_S = 0.0005
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A model ready for work."""
+    """A model ready for work, or an adapter of one; `name` is the model's."""
 
     name: str
     section: ModelSection
@@ -76,6 +76,7 @@ class Loaded(msgspec.Struct, frozen=True):
     identity: identity.ModelIdentity
     serves: str
     route_subject: str
+    adapter: str = ""
 
 
 class _InHand:
@@ -311,7 +312,9 @@ class Tokenizer:
         self._metrics.encoded.inc(prompt_tokens - tokens.memo_tokens)
         if tokens.covered:
             self._metrics.covered.inc()
-        space, ns_id, family = self._space_of(loaded.identity, subject.tenant, subject.scope, request.client_salt)
+        space, ns_id, family = self._space_of(
+            loaded.identity, loaded.adapter, subject.tenant, subject.scope, request.client_salt
+        )
         kind_of_prefix = prefix_class(request, envelope.prefix_class)
         job = Job(
             v=VERSION,
@@ -333,7 +336,7 @@ class Tokenizer:
             request_id=in_hand.request_id,
             client_request_id=in_hand.label,
             tenant=subject.tenant,
-            model=subject.model,
+            model=loaded.name,
             serves=loaded.serves,
             ns_id=ns_id,
             keys=blockkeys.chain(tokens.ids, section.block_size, namespace.seed(ns_id)),
@@ -349,14 +352,15 @@ class Tokenizer:
             tokenizer_revision=space.tokenizer_revision,
             segments=digests.segments(family, tokens.ids),
             sending=envelope.sending,
+            adapter=loaded.adapter,
         )
         return ROUTE.encode(route)
 
     def _new_space(
-        self, model: identity.ModelIdentity, tenant: str, scope: str, client_salt: str
+        self, model: identity.ModelIdentity, adapter: str, tenant: str, scope: str, client_salt: str
     ) -> tuple[namespace.Namespace, bytes, bytes]:
         """It, its id, and the key of its segments' digests."""
-        space = model.namespace(tenant, scope, client_salt)
+        space = model.namespace(tenant, scope, client_salt, adapter=adapter)
         return space, namespace.ns_id(self._namespace_key, space), digests.family(self._journal_key, space)
 
     def _hand_over(self, in_hand: _InHand, begun: _Begun, route: bytes | None) -> None:
@@ -550,18 +554,18 @@ class Tokenizer:
 
 
 async def load_models(rt: Runtime, metrics: Metrics) -> tuple[dict[str, Loaded], dict[str, str]]:
-    """Every configured model that can be loaded, and why the others cannot."""
+    """Every configured model that can be loaded, with its adapters, and why the others cannot."""
     models: dict[str, Loaded] = {}
     broken: dict[str, str] = {}
     for name, section in sorted(rt.config.models.items()):
         try:
             loaded = await anyio.to_thread.run_sync(load_model, name, section, rt.state)
         except ConfigInvalid as exc:
-            broken[name] = exc.sentence()
+            broken |= {asked_name(name, adapter): exc.sentence() for adapter in ("", *section.adapters)}
             metrics.model_state.labels(name).set(0)
             rt.caught(exc, "a model cannot be served", model=name)
             continue
-        models[name] = loaded
+        models |= with_adapters(loaded)
         tokenizer = loaded.tokenizer
         metrics.model_state.labels(name).set(3 if tokenizer.segmenter.cuttable else 2 if tokenizer.segmented else 1)
         metrics.clocked_template.labels(name).set(tokenizer.uses_clock)
@@ -589,6 +593,14 @@ def load_model(name: str, section: ModelSection, base: Path) -> Loaded:
             )
     made = identity.of_model(name, section, found)
     return Loaded(name, section, tokenizer, made, made.digest(), subjects.route(name))
+
+
+def with_adapters(loaded: Loaded) -> dict[str, Loaded]:
+    """The model and its adapters, by what clients call them."""
+    return {
+        asked_name(loaded.name, adapter): msgspec.structs.replace(loaded, adapter=adapter)
+        for adapter in ("", *loaded.section.adapters)
+    }
 
 
 def _make_way_for_the_loop() -> None:

@@ -100,11 +100,12 @@ class Unused:
 class BlockIndex:
     """Takes the engine's events in order and returns what changed in our terms.
 
-    `parse_salt(text)` gives the ns_id of a salt of ours, None for any other. `complete` is false once part of the story
+    `owner(salt, lora_name)` gives the ns_id of a salt of ours, under the adapter that it was made for (None: none);
+    None for any other. `complete` is false once part of the story
     was missed: then we may hold more than the index says (never less, as long as the caller calls `clear` where
     removals may have been missed)."""
 
-    def __init__(self, block_size: int, parse_salt: Callable[[str], bytes | None]) -> None:
+    def __init__(self, block_size: int, owner: Callable[[str, str | None], bytes | None]) -> None:
         self.block_size = block_size
         self.complete = True
         self.unused = Unused()
@@ -116,7 +117,7 @@ class BlockIndex:
         """Keys whose last copy was removed; what is cleared is not in it."""
         self.generation = 0
         """Counts applied events: a point in the story, see `held_since`."""
-        self._parse_salt = parse_salt
+        self._owner = owner
         self._blocks: dict[Hash, _Block] = {}
         self._spaces: dict[bytes, _Space] = {}
         self._gone: dict[tuple[bytes, int], int] = {}
@@ -316,13 +317,12 @@ class BlockIndex:
             return None
 
     def _space_of(self, event: BlockStored) -> _Space | None:
-        """The namespace of a prompt's first block; None if no salt of ours made it.
-
-        No adapter is served yet: a block of one is foreign whatever its salt says."""
+        """The namespace of a prompt's first block; None if no salt of ours made it, or none for its adapter."""
         first = event.extra_keys[0] if event.extra_keys else None
-        if event.lora_name is not None or event.lora_id is not None or not isinstance(first, list | tuple):
+        is_nameless = event.lora_name is None and event.lora_id is not None
+        if is_nameless or not isinstance(first, list | tuple):
             return None
-        found = {ns_id for text in _salts(first) if (ns_id := self._parse_salt(text)) is not None}
+        found = {ns_id for text in _salts(first) if (ns_id := self._owner(text, event.lora_name)) is not None}
         if len(found) != 1:
             return None
         (ns_id,) = found

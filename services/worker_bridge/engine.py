@@ -35,13 +35,15 @@ _KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"'
 
 class Generation(msgspec.Struct, frozen=True):
     """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: sampling parameters by vLLM's names.
-    `traceparent`: the client's trace (W3C Trace Context), empty for none."""
+    `traceparent`: the client's trace (W3C Trace Context), empty for none. `model`: what the engine calls the adapter to
+    use, empty for none."""
 
     engine_request_id: str
     tokens: bytes
     params: dict[str, object]
     salt: str
     traceparent: str = ""
+    model: str = ""
 
 
 class Progress(msgspec.Struct):
@@ -52,10 +54,11 @@ class Progress(msgspec.Struct):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """One line of /v1/models. `max_model_len` is 0 when the engine does not say."""
+    """One line of /v1/models. `max_model_len` is 0 when the engine does not say; `parent` is an adapter's model."""
 
     id: str
-    max_model_len: int = 0
+    max_model_len: int | None = 0
+    parent: str | None = None
 
 
 class Engine(Protocol):
@@ -160,9 +163,10 @@ class VllmHttp:
 
     @contextlib.asynccontextmanager
     async def generate(self, request: Generation) -> AsyncIterator[AsyncIterator[Progress]]:
+        model = request.model or self._model
         body = {
             **request.params,
-            "model": self._model,
+            "model": model,
             "prompt": array("I", request.tokens).tolist(),
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -180,7 +184,7 @@ class VllmHttp:
                         raise _error(response.status, await response.content.read(64 * 1024))
             except TimeoutError as exc:
                 raise WorkerLost(str(exc)) from exc
-            async with contextlib.aclosing(self._progress(response)) as progress:
+            async with contextlib.aclosing(self._progress(response, model)) as progress:
                 yield progress
         finally:
             # Closing a response that was read to its end keeps the connection; otherwise it hangs up, and the engine
@@ -191,7 +195,7 @@ class VllmHttp:
                 else:
                     response.close()
 
-    async def _progress(self, response: aiohttp.ClientResponse) -> AsyncGenerator[Progress, None]:
+    async def _progress(self, response: aiohttp.ClientResponse, model: str) -> AsyncGenerator[Progress, None]:
         lines = EventLines()
         while True:
             with _translated():
@@ -206,11 +210,11 @@ class VllmHttp:
                     with _translated():
                         await response.content.read()
                     return
-                self._take(line, progress)
+                self._take(line, progress, model)
             if progress.pieces or progress.usage:
                 yield progress
 
-    def _take(self, line: bytes, progress: Progress) -> None:
+    def _take(self, line: bytes, progress: Progress, model: str) -> None:
         try:
             chunk = _chunk.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
@@ -219,7 +223,7 @@ class VllmHttp:
             error = chunk.error or _Error(chunk.message or "")
             status = error.code if isinstance(error.code, int) else 500
             raise _error(status, msgspec.json.encode({"message": error.message}))
-        if chunk.model != self._model:
+        if chunk.model != model:
             raise WorkerLost("The engine serves another model now.")
         for choice in chunk.choices:
             logprobs = bytes(choice.logprobs)

@@ -1,7 +1,7 @@
 # ruff: noqa: TID251 - a shell: it waits on the event loop
 """Whether the engine is what this worker's config says it is: asked before every registration.
 
-- It serves the configured model (an address may have been taken over by another engine).
+- It serves the configured model (an address may have been taken over by another engine), and its adapters.
 - A prompt repeated under one salt hits exactly its full blocks, so caching is on, cached tokens are reported and the
   block size divides ours; the same prompt under another salt hits nothing, so salts isolate.
 - It publishes what it computes, in blocks of our size.
@@ -10,7 +10,7 @@ Owns: the questions.   Must not know: NATS, what is done about a refusal.   Sour
 
 import array
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -45,9 +45,17 @@ class EventsSeen(Protocol):
 
 
 async def shake_hands(
-    engine: Engine, *, model: str, block_size: int, events: EventsSeen, one_time_salt: Callable[[], str]
+    engine: Engine,
+    *,
+    model: str,
+    adapters: Sequence[str] = (),
+    block_size: int,
+    events: EventsSeen,
+    one_time_salt: Callable[[], str],
 ) -> EngineFacts:
-    """:raises WorkerRefused: it does not match; the sentence says in what.
+    """`adapters` are what the engine calls those that it must serve.
+
+    :raises WorkerRefused: it does not match; the sentence says in what.
 
     :raises EngineFailed, WorkerLost: it cannot be asked now."""
     try:
@@ -58,10 +66,16 @@ async def shake_hands(
                     f"The engine serves {', '.join(sorted(served)) or 'nothing'}, not {model}.",
                     remedy="Start it with --served-model-name, or correct the worker's address.",
                 )
+            for adapter in adapters:
+                if adapter not in served or served[adapter].parent != model:
+                    raise WorkerRefused(
+                        f"The engine serves no adapter {adapter} of {model}.",
+                        remedy=f"Start it with --enable-lora --lora-modules {adapter}=PATH, or correct the config.",
+                    )
             before = events.batches
             await _probe_cache(engine, block_size, one_time_salt)
             await _await_events(events, before, block_size)
-            return EngineFacts(served[model].max_model_len, await engine.kv_blocks() * block_size)
+            return EngineFacts(served[model].max_model_len or 0, await engine.kv_blocks() * block_size)
     except TimeoutError as exc:
         raise EngineFailed("The engine does not answer.") from exc
 

@@ -17,6 +17,7 @@ Source: DESIGN 5 (Leases) and 7."""
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -44,7 +45,8 @@ _OTHER_NAME = "Give this one another name, or stop the other."
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """A worker's registration (JSON, bucket WORKERS). `boot` names the bridge process."""
+    """A worker's registration (JSON, bucket WORKERS). `boot` names the bridge process; `adapters` are those served with
+    the model, with their revisions."""
 
     v: int
     worker: str
@@ -56,6 +58,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     kv_tokens: int
     boot: str
     registered_at: float
+    adapters: dict[str, str] = {}
 
 
 class Follower(Protocol):
@@ -74,7 +77,8 @@ class Follower(Protocol):
 
 
 class Life:
-    """One worker's lives; a `Listener` to its engine's events. `record` is what it registers with."""
+    """One worker's lives; a `Listener` to its engine's events. `record` is what it registers with; `adapters` are what
+    the engine must call those that the config names."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Life:
         index: BlockIndex,
         feed: KvFeeds,
         follower: Follower,
+        adapters: Sequence[str],
     ) -> None:
         self.incarnation = 0
         self.why_not = "starting"
@@ -102,6 +107,7 @@ class Life:
         self._index = index
         self._feed = feed
         self._follower = follower
+        self._adapters = adapters
         self._lost = asyncio.Event()
         self._look = asyncio.Event()
         self._caught_up = asyncio.Event()
@@ -155,6 +161,7 @@ class Life:
         facts: EngineFacts = await shake_hands(
             self._engine,
             model=record.model,
+            adapters=self._adapters,
             block_size=record.block_size,
             events=self,
             one_time_salt=lambda: secrets.token_hex(16),

@@ -20,6 +20,7 @@ from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusErro
 from ..bus.messages import VERSION, WARM, Abort, Accept, Dispatch, DumpRequest, Fact, Job, Load
 from ..bus.outbox import Outbox
 from ..bus.runtime import DRAIN_S, Runtime
+from .adapters import Adapters
 from .admission import Admission, Left, Offer, Verdict, charged_ms
 from .blocks import BlockIndex
 from .engine import Engine, VllmHttp
@@ -70,7 +71,6 @@ class Bridge:
     def __init__(self, rt: Runtime, options: BridgeOptions, engine: Engine) -> None:
         config = rt.config
         section = config.models[options.model]
-        salt_key = rt.purpose_key("salt")
         self._rt = rt
         self._worker = options.worker
         self._section = section
@@ -85,7 +85,8 @@ class Bridge:
         self._refused_facts = 0
         self._work: Subscription | None = None
 
-        self.index = BlockIndex(section.block_size, lambda text: namespace.parse_salt(salt_key, text))
+        adapters = Adapters(rt.purpose_key("salt"), section.engine_names())
+        self.index = BlockIndex(section.block_size, adapters.owner)
         slots = config.bridge.slots
         reserved_slots = int(slots * config.bridge.cold_reserve)
         self.admission = Admission(slots, config.bridge.prefill_window_tokens, reserved_slots)
@@ -101,9 +102,10 @@ class Bridge:
             kv_tokens=0,
             boot=secrets.token_hex(8),
             registered_at=0.0,
+            adapters=dict(self._identity.adapters),
         )
         endpoints = Endpoints(options.kv_events, options.kv_replay)
-        self.life = Life(rt, record, engine, endpoints, self.index, self._feed, self)
+        self.life = Life(rt, record, engine, endpoints, self.index, self._feed, self, adapters.engine_names)
         lost_after_s = config.router.lost_after_s
         self._heartbeat = Heartbeat(
             rt.bus,
@@ -136,7 +138,7 @@ class Bridge:
             metrics=self.metrics,
             outbox=self._outbox,
             tasks=rt.task_group,
-            salt_key=salt_key,
+            adapters=adapters,
             keepalive_s=config.bridge.keepalive_s,
             caught=rt.caught,
             engine_doubted=self.life.doubt_engine,
@@ -153,7 +155,7 @@ class Bridge:
             outbox=self._outbox,
             tasks=rt.task_group,
             metrics=self.metrics,
-            salt_key=salt_key,
+            adapters=adapters,
             idle_share=config.placement.idle_share,
             step_tokens=config.placement.step_tokens,
             caught=rt.caught,

@@ -36,8 +36,9 @@ import anyio
 import anyio.abc
 import msgspec
 
-from ..bus import blockkeys, frames, namespace, subjects
+from ..bus import blockkeys, frames, subjects
 from ..bus.clock import Clock
+from ..bus.config import asked_name
 from ..bus.connection import Bus
 from ..bus.errors import (
     BusUnavailable,
@@ -51,6 +52,7 @@ from ..bus.errors import (
 from ..bus.messages import ACCEPT, FACT, OUTCOME, VERSION, Accept, Dispatch, Fact, Job, Outcome
 from ..bus.outbox import Outbox
 from .acks import Acks
+from .adapters import Adapters
 from .admission import ALREADY_STREAMING, WAITED, Admission, Left, Phase, Ticket
 from .blocks import BlockIndex
 from .chunks import ChunkWriter, Usage
@@ -124,7 +126,7 @@ class Streams:
         metrics: BridgeMetrics,
         outbox: Outbox,
         tasks: anyio.abc.TaskGroup,
-        salt_key: bytes,
+        adapters: Adapters,
         keepalive_s: float,
         caught: Callable[[BaseException, str], None],
         engine_doubted: Callable[[], None],
@@ -140,7 +142,7 @@ class Streams:
         self.load_changed = load_changed
         self.metrics = metrics
         self.outbox = outbox
-        self.salt_key = salt_key
+        self.adapters = adapters
         self.hits = HitCheck(index)
         self.cold = ColdRequests(index)
         self.acks = Acks(bus)
@@ -303,8 +305,9 @@ class Attempt:
         self._started = started
         self.ns_id = started.dispatch.ns_id
         self._job = job = started.job
+        self._model = asked_name(job.namespace.model, job.namespace.adapter)
         self._writer = ChunkWriter(
-            job.kind, job.namespace.model, job.request_id, job.created_at, include_usage=job.include_usage
+            job.kind, self._model, job.request_id, job.created_at, include_usage=job.include_usage
         )
         self._label = job.client_request_id
         self._began_at = streams.clock.now()
@@ -391,7 +394,7 @@ class Attempt:
     async def _probe(self, now: float) -> None:
         self.last_sent_at = self._probed_at = now
         job = self._job
-        body = frames.keepalive(job.kind, job.namespace.model, job.request_id, job.created_at)
+        body = frames.keepalive(job.kind, self._model, job.request_id, job.created_at)
         try:
             self._streams.bus.send(
                 job.reply,
@@ -427,8 +430,9 @@ class Attempt:
             engine_request_id=self.name,
             tokens=job.tokens,
             params=self._started.params,
-            salt=namespace.salt(streams.salt_key, self.ns_id),
+            salt=streams.adapters.salt(job.namespace, self.ns_id),
             traceparent=job.traceparent,
+            model=streams.adapters.model(job.namespace),
         )
         await self._until_turn()
         streams.admission.submitted(self.ticket)
@@ -750,6 +754,7 @@ class Attempt:
             total_ms=(streams.clock.now() - self._began_at) * 1000,
             ended_at=streams.clock.wall(),
             traceparent=self._job.traceparent,
+            adapter=self._job.namespace.adapter,
             ahead_own_tokens=ticket.ahead.own_tokens if ticket.has_turn else None,
             ahead_others_tokens=ticket.ahead.others_tokens if ticket.has_turn else None,
         )

@@ -11,6 +11,7 @@ import msgspec
 import orjson
 
 from ..bus import subjects
+from ..bus.errors import UnknownModel
 from ..bus.identity import ModelIdentity
 from ..bus.messages import WARM, Dispatch, Job
 from ..bus.namespace import Namespace, ns_id
@@ -56,7 +57,10 @@ def vet(
             return Refusal(BAD_REQUEST, "an order has no client to answer")
     elif not subjects.is_own_reply(job.reply, asked.tenant):
         return Refusal(FORGED_REPLY, "the reply subject is not in the tenant's inbox", FACT_REPLY)
-    served = identity.namespace(asked.tenant, asked.scope, asked.client_salt)
+    try:
+        served = identity.namespace(asked.tenant, asked.scope, asked.client_salt, adapter=asked.adapter)
+    except UnknownModel:
+        return Refusal(STALE_NAMESPACE, "served otherwise: adapter", FACT_NAMESPACE)
     if asked != served:
         return Refusal(STALE_NAMESPACE, f"served otherwise: {', '.join(_differing(asked, served))}", FACT_NAMESPACE)
     if not hmac.compare_digest(ns_id(namespace_key, asked), dispatch.ns_id):

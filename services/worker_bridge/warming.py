@@ -18,11 +18,12 @@ import anyio
 import anyio.abc
 import msgspec
 
-from ..bus import namespace, subjects
+from ..bus import subjects
 from ..bus.clock import Clock
 from ..bus.errors import Cancelled, DeadlineExceeded, PrefixbusError
 from ..bus.messages import FACT, OUTCOME, VERSION, Dispatch, Fact, Job, Outcome
 from ..bus.outbox import Outbox
+from .adapters import Adapters
 from .admission import DRAINING, TOO_LATE, WRONG_INCARNATION, Admission
 from .blocks import BlockIndex
 from .chunks import Usage
@@ -71,7 +72,7 @@ class Warming:
         outbox: Outbox,
         tasks: anyio.abc.TaskGroup,
         metrics: BridgeMetrics,
-        salt_key: bytes,
+        adapters: Adapters,
         idle_share: float,
         step_tokens: int,
         caught: Callable[[BaseException, str], None],
@@ -86,7 +87,7 @@ class Warming:
         self._hits = hits
         self._outbox = outbox
         self._tasks = tasks
-        self._salt_key = salt_key
+        self._adapters = adapters
         self._running_max = int(idle_share * admission.slots)
         self._step_blocks = max(1, step_tokens // index.block_size)
         self._caught = caught
@@ -176,7 +177,7 @@ class Warming:
         """Usage of the first step: what was in the cache before."""
         job, block_size = work.job, self._index.block_size
         blocks = len(work.keys) // 8
-        salt = namespace.salt(self._salt_key, work.dispatch.ns_id)
+        salt = self._adapters.salt(job.namespace, work.dispatch.ns_id)
         first: Usage | None = None
         for upto in (*range(work.held_blocks + self._step_blocks, blocks, self._step_blocks), blocks):
             request = Generation(
@@ -185,6 +186,7 @@ class Warming:
                 params=_PARAMS,
                 salt=salt,
                 traceparent=job.traceparent,
+                model=self._adapters.model(job.namespace),
             )
             async with self._engine.generate(request) as progress:
                 async for step in progress:
@@ -252,6 +254,7 @@ class Warming:
             ttft_ms=None,
             total_ms=(self._clock.now() - work.began_at) * 1000,
             ended_at=self._clock.wall(),
+            adapter=work.job.namespace.adapter,
         )
         self._outbox.put(
             subjects.outcome(self._worker, outcome.request_id), OUTCOME.encode(outcome), f"outcome-{work.name}"

@@ -264,14 +264,14 @@ class World:
     def job(self, tokens: list[int], **changes: Any) -> Job:
         number = next(self._numbers)
         wall = time.time()
-        scope = changes.pop("scope", "")
+        scope, adapter = changes.pop("scope", ""), changes.pop("adapter", "")
         params = {"max_tokens": 4, "ignore_eos": True, **changes.pop("params", {})}
         made = Job(
             v=VERSION,
             request_id=f"R{number}",
             client_request_id=f"c{number}",
             reply=f"_INBOX.acme.c1.answers.{number}",
-            namespace=self.identity.namespace("acme", scope),
+            namespace=self.identity.namespace("acme", scope, adapter=adapter),
             tokens=array("I", tokens).tobytes(),
             kind="chat",
             params=json.dumps(params).encode(),
@@ -415,6 +415,7 @@ async def world(
     ipc: bool = False,
     without_stream: str = "",
     bridge: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
 ) -> AsyncIterator[World]:
     process = EngineProcess(path, ipc=ipc)
     async with NatsServer(path, workers=[WORKER]) as server:
@@ -428,6 +429,7 @@ async def world(
                         "model_revision": "sha256:x",
                         "max_model_len": 2000,
                         "block_size": BLOCK,
+                        **(model or {}),
                     }
                 },
             },

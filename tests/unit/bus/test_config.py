@@ -68,3 +68,39 @@ def test_an_override_finds_a_model_whatever_its_case() -> None:
 def test_a_missing_file_says_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="prefixbus init"):
         config.load(tmp_path / "config.toml", {})
+
+
+MODEL = '[models.m]\ntokenizer = "t"\nmodel_revision = "sha256:m"\n'
+
+
+def test_an_adapter_is_asked_for_by_the_models_name_and_its_own() -> None:
+    text = MODEL + '[models.m.adapters.french]\nrevision = "sha256:f"\n[models.m.adapters.b]\nrevision = "sha256:b"\n'
+
+    section = config.parse(text + 'engine_name = "lora-b"\n', {}).models["m"]
+
+    assert section.engine_names() == {"french": "french", "b": "lora-b"}
+    assert [config.asked_name("m", adapter) for adapter in ("", "french")] == ["m", "m:french"]
+
+
+@pytest.mark.parametrize(
+    ("case", "adapters", "says"),
+    [
+        ("no revision", "[models.m.adapters.a]\n", "revision"),
+        ("an empty revision", '[models.m.adapters.a]\nrevision = ""\n', "revision"),
+        ("no name", '[models.m.adapters.""]\nrevision = "x"\n', "'m' is the name of something else"),
+        (
+            "the name of another model",
+            '[models.m.adapters.a]\nrevision = "x"\n' + MODEL.replace("models.m", 'models."m:a"'),
+            "'m:a' is the name of something else",
+        ),
+        ("the model's name at the engine", '[models.m.adapters.m]\nrevision = "x"\n', "'m' is what the engine calls"),
+        (
+            "one name at the engine for two",
+            '[models.m.adapters.a]\nrevision = "x"\n[models.m.adapters.b]\nrevision = "y"\nengine_name = "a"\n',
+            "'a' is what the engine calls",
+        ),
+    ],
+)
+def test_adapters_that_could_be_taken_for_something_else_are_refused(case: str, adapters: str, says: str) -> None:
+    with pytest.raises(ConfigInvalid, match=says):
+        config.parse(MODEL + adapters, {})

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from prefixbus.bus import identity, revision
 from prefixbus.bus.config import ModelSection
-from prefixbus.bus.errors import ConfigInvalid
+from prefixbus.bus.errors import ConfigInvalid, UnknownModel
 from prefixbus.bus.identity import ModelIdentity
 from prefixbus.bus.namespace import EPOCH_ZERO
 
-identities = st.builds(ModelIdentity)
+adapters = st.dictionaries(st.text(min_size=1), st.text(min_size=1), max_size=3)
+identities = st.builds(ModelIdentity, adapters=adapters.map(lambda found: tuple(sorted(found.items()))))
 SECTION = ModelSection(tokenizer="t", model_revision="sha256:m")
 
 
@@ -30,8 +31,9 @@ def test_no_two_identities_share_a_digest(one: ModelIdentity, other: ModelIdenti
 def test_every_field_changes_the_digest(field: str) -> None:
     base = identity.of_model("m", SECTION)
     changed: Any = getattr(base, field)
+    more: Any = (("x", "sha256:x"),) if isinstance(changed, tuple) else 1 if isinstance(changed, int) else "x"
 
-    other = msgspec.structs.replace(base, **{field: changed + (1 if isinstance(changed, int) else "x")})
+    other = msgspec.structs.replace(base, **{field: changed + more})
 
     assert other.digest() != base.digest()
     assert len(base.digest()) == 16
@@ -43,8 +45,27 @@ def test_a_namespace_holds_the_whole_identity_and_the_caller(
 ) -> None:
     space = one.namespace(tenant, scope, salt)
 
-    assert {field: getattr(space, field) for field in one.__struct_fields__} == msgspec.structs.asdict(one)
+    of_the_model = {field: value for field, value in msgspec.structs.asdict(one).items() if field != "adapters"}
+    assert {field: getattr(space, field) for field in of_the_model} == of_the_model
+    assert (space.adapter, space.adapter_revision) == ("", "")
     assert (space.tenant, space.scope, space.client_salt, space.acl_epoch) == (tenant, scope, salt, EPOCH_ZERO)
+
+
+@given(identities, st.data())
+def test_an_adapters_namespace_differs_from_all_others_in_it_and_its_revision_alone(
+    one: ModelIdentity, data: st.DataObject
+) -> None:
+    assume(one.adapters)
+    name, its_revision = data.draw(st.sampled_from(one.adapters))
+
+    space = one.namespace("t", "", adapter=name)
+
+    assert space == msgspec.structs.replace(one.namespace("t", ""), adapter=name, adapter_revision=its_revision)
+
+
+def test_an_adapter_that_is_not_served_has_no_namespace() -> None:
+    with pytest.raises(UnknownModel, match="'french'"):
+        identity.of_model("m", SECTION).namespace("t", "", adapter="french")
 
 
 def test_revisions_that_the_config_names_win_over_those_of_the_files() -> None:

@@ -132,6 +132,16 @@ def test_a_salt_changed_in_any_place_is_foreign(namespace_id: bytes, place: int,
     assert (ns.parse_salt(KEY, changed) is None) == (changed != salt)
 
 
+@given(st.binary(min_size=16, max_size=16), st.text(), st.text())
+def test_a_salt_is_ours_under_the_adapter_that_it_was_made_for_alone(
+    namespace_id: bytes, adapter: str, other: str
+) -> None:
+    salt = ns.salt(KEY, namespace_id, adapter)
+
+    assert ns.parse_salt(KEY, salt, adapter) == namespace_id
+    assert (ns.parse_salt(KEY, salt, other) is None) == (other != adapter)
+
+
 @given(st.text(max_size=60))
 def test_anything_else_is_no_salt(text: str) -> None:
     assert ns.parse_salt(KEY, text) is None

@@ -17,7 +17,7 @@ from support.nats import eventually
 
 from prefixbus.bus import blockkeys, namespace, subjects
 from prefixbus.bus.clock import VirtualClock
-from prefixbus.bus.config import CaptureSection, Config, LimitsSection, ModelSection, TokenizerSection
+from prefixbus.bus.config import AdapterSection, CaptureSection, Config, LimitsSection, ModelSection, TokenizerSection
 from prefixbus.bus.connection import OVERSIZED_HEADERS
 from prefixbus.bus.errors import ConfigInvalid
 from prefixbus.bus.messages import CAPTURED, FACT, JOB, OUTCOME, ROUTE, VERSION, Fact, Job, Outcome, Route
@@ -164,6 +164,7 @@ async def running(
     max_in_work: int = 256,
     max_model_len: int = 2048,
     captured: tuple[str, ...] = (),
+    adapters: dict[str, AdapterSection] | None = None,
 ) -> AsyncIterator[Stage]:
     (tmp_path / "creds").mkdir()
     for purpose in ("namespace", "journal"):
@@ -171,7 +172,11 @@ async def running(
         key.write_text("07" * 32)
         key.chmod(0o600)
     section = ModelSection(
-        tokenizer=str(models.tiny()), model_revision="sha256:w", block_size=16, max_model_len=max_model_len
+        tokenizer=str(models.tiny()),
+        model_revision="sha256:w",
+        block_size=16,
+        max_model_len=max_model_len,
+        adapters=adapters or {},
     )
     config = Config(
         limits=limits or LimitsSection(),
@@ -185,7 +190,7 @@ async def running(
     loaded = await asyncio.to_thread(service.load_model, "tiny/1", section, tmp_path)
     if tokenizer is not None:
         loaded = msgspec.structs.replace(loaded, tokenizer=tokenizer)
-    served = Tokenizer(rt, {"tiny/1": loaded}, {"broken": "its files are gone"}, Metrics(rt.registry))
+    served = Tokenizer(rt, service.with_adapters(loaded), {"broken": "its files are gone"}, Metrics(rt.registry))
     task = asyncio.create_task(served.run())
     await bus.until(lambda: subjects.ALL_INFER in bus.callbacks)
     try:
@@ -193,6 +198,34 @@ async def running(
     finally:
         rt.stopping.set()
         await task
+
+
+async def test_an_adapter_is_routed_as_its_model_in_a_namespace_of_its_own(tmp_path: Path) -> None:
+    adapters = {"french": AdapterSection(revision="sha256:f1")}
+    async with running(tmp_path, adapters=adapters) as stage:
+        await stage.send()
+        base, base_job, _ = await stage.routed()
+
+        await stage.send({**BODY, "model": "tiny/1:french"}, subject=subjects.infer("acme", "tiny/1:french", "team-a"))
+
+        route, job, _ = await stage.routed(count=2)
+        assert (route.model, route.adapter, route.serves) == ("tiny/1", "french", base.serves)
+        assert (base.adapter, base_job.namespace.adapter_revision) == ("", "")
+        assert job.namespace == msgspec.structs.replace(
+            base_job.namespace, adapter="french", adapter_revision="sha256:f1"
+        )
+        assert job.tokens == base_job.tokens
+        assert route.ns_id != base.ns_id
+        assert route.keys != base.keys
+
+
+async def test_an_adapter_that_is_not_served_is_no_model(tmp_path: Path) -> None:
+    async with running(tmp_path, adapters={"french": AdapterSection(revision="sha256:f1")}) as stage:
+        await stage.send(subject=subjects.infer("acme", "tiny/1:german"))
+
+        headers = await stage.refused()
+        assert headers["Pb-Error"] == "unknown_model"
+        assert "Served are: tiny/1, tiny/1:french" in headers["Nats-Service-Error"]
 
 
 async def test_a_request_goes_to_the_router_with_all_that_is_needed(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixbus.bus import blockkeys, namespace
 from prefixbus.bus.messages import Cleared, Removed, Stored
+from prefixbus.worker_bridge.adapters import Adapters
 from prefixbus.worker_bridge.blocks import BlockIndex, Op
 from prefixbus.worker_bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, Hash
 
@@ -21,12 +24,12 @@ Block = tuple[int, int]
 Chain = tuple[Block, ...]
 
 
-def parse(text: str) -> bytes | None:
-    return namespace.parse_salt(KEY, text)
+ADAPTERS = Adapters(KEY, {"french": "lora-french", "legal": "lora-legal"})
+SALT_FRENCH = namespace.salt(KEY, NS_A, "french")
 
 
 def index() -> BlockIndex:
-    return BlockIndex(2, parse)
+    return BlockIndex(2, ADAPTERS.owner)
 
 
 def engine_hash(salt: str, chain: Chain) -> Hash:
@@ -280,11 +283,28 @@ def test_two_salts_of_ours_in_one_block_are_nobodys() -> None:
     assert index().apply([both]) == []
 
 
-def test_an_adapters_blocks_are_nobodys() -> None:
-    event = stored(SALT_A, (X,))
-    lora = BlockStored(**{name: getattr(event, name) for name in event.__struct_fields__} | {"lora_name": "french"})
+@pytest.mark.parametrize(
+    ("case", "salt", "lora", "is_ours"),
+    [
+        ("the adapter of the salt", SALT_FRENCH, {"lora_name": "lora-french", "lora_id": 1}, True),
+        ("another adapter that is served", SALT_FRENCH, {"lora_name": "lora-legal", "lora_id": 2}, False),
+        ("the adapter's own name, which is not the engine's", SALT_FRENCH, {"lora_name": "french"}, False),
+        ("an adapter that is not served", SALT_A, {"lora_name": "other", "lora_id": 3}, False),
+        ("no adapter under an adapter's salt", SALT_FRENCH, {}, False),
+        ("an adapter under the salt of none", SALT_A, {"lora_name": "lora-french", "lora_id": 1}, False),
+        ("an adapter without a name", SALT_A, {"lora_id": 1}, False),
+    ],
+)
+def test_an_adapters_blocks_are_its_namespaces_and_nobody_elses(
+    case: str, salt: str, lora: dict[str, Any], is_ours: bool
+) -> None:
+    event = stored(salt, (X, Y))
+    blocks = index()
 
-    assert index().apply([lora]) == []
+    ops = blocks.apply([BlockStored(**{name: getattr(event, name) for name in event.__struct_fields__} | lora)])
+
+    assert ops == ([Stored(NS_A, 0, keys(NS_A, (X, Y)))] if is_ours else [])
+    assert blocks.foreign == (0 if is_ours else 2)
 
 
 def test_an_unknown_parent_leaves_the_story_incomplete() -> None:

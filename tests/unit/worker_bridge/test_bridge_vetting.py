@@ -21,6 +21,7 @@ IDENTITY = ModelIdentity(
     position_digest="",
     kv_dtype="bfloat16",
     block_size=32,
+    adapters=(("french", "sha256:f"),),
 )
 NAMESPACE = IDENTITY.namespace("acme", "team-legal")
 
@@ -67,6 +68,21 @@ def test_what_is_served_may_run() -> None:
     assert vet(job()) == {"max_tokens": 3}
     assert vet(job(IDENTITY.namespace("acme", "", "the client's own salt"))) == {"max_tokens": 3}
     assert vet(job(params=b"")) == {}
+    assert vet(job(IDENTITY.namespace("acme", "", adapter="french"))) == {"max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"adapter": "german"}, {"adapter_revision": "sha256:older"}, {"adapter": ""}],
+    ids=["another adapter", "another revision", "a revision alone"],
+)
+def test_an_adapter_is_served_in_its_own_revision_alone(changes: dict[str, str]) -> None:
+    wanted = job(msgspec.structs.replace(IDENTITY.namespace("acme", "", adapter="french"), **changes))
+
+    refused = vet(wanted)
+
+    assert isinstance(refused, vetting.Refusal)
+    assert (refused.code, refused.fact) == ("stale_namespace", "refused_namespace")
 
 
 @pytest.mark.parametrize(
