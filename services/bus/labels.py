@@ -27,7 +27,7 @@ DECISIONS = (
     "blind",
     "round-robin",
 )
-FACTS = ("reuse", "warm", "forged_reply", "refused_namespace")
+FACTS = ("reuse", "warm", "forged_reply", "refused_namespace", "wrong_hit")
 OTHER = "other"
 NONE = "none"
 """What stands for an empty value: to Prometheus an empty label is none at all."""

@@ -510,7 +510,8 @@ class Fact(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of the record (JSON, `pb.v1.audit.<service>.<id>`): never prompt text.
 
     `kind` is `reuse` (a request ran and may have reused `tokens` of its namespace's cache), `warm` (an idle worker
-    computed a prefix that was used before, for no request), `forged_reply` or `refused_namespace`."""
+    computed a prefix that was used before, for no request), `forged_reply`, `refused_namespace`, or `wrong_hit` (the
+    engine says that it reused `tokens`, and its events do not tell of that many in the namespace)."""
 
     v: int
     kind: str

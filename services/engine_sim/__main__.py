@@ -46,6 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--kv-cache-metrics", action="store_true", help="histograms of how long blocks live in the cache")
     add("--dev-mode", action="store_true", help="serve /reset_prefix_cache (also VLLM_SERVER_DEV_MODE=1)")
     add("--ignore-salt", action="store_true", help="leave the salt out of block keys, to provoke wrong hits")
+    add("--leaky-tier", type=int, default=0, metavar="TOKENS", help="a tier of chunks so long that ignores salts, too")
     options = vars(parser.parse_args(arguments))
     options["adapters"] = tuple(options["adapters"])
     options["dev_mode"] = options["dev_mode"] or os.environ.get("VLLM_SERVER_DEV_MODE") == "1"

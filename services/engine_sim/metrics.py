@@ -13,14 +13,16 @@ from prometheus_client.registry import Collector
 
 from .core import EngineCore
 from .lifetimes import Evicted
+from .tier import LeakyTier
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _LABELS = ("model_name", "engine")
 
 
 class _CoreCollector(Collector):
-    def __init__(self, core: EngineCore, model: str) -> None:
+    def __init__(self, core: EngineCore, model: str, tier: LeakyTier | None) -> None:
         self._core = core
+        self._tier = tier
         self._labels = [model, "0"]
 
     def collect(self) -> Iterator[Metric]:
@@ -37,8 +39,8 @@ class _CoreCollector(Collector):
         counters = {
             "prefix_cache_queries": totals.prefix_queries,
             "prefix_cache_hits": totals.prefix_hits,
-            "external_prefix_cache_queries": 0,
-            "external_prefix_cache_hits": 0,
+            "external_prefix_cache_queries": self._tier.queries if self._tier else 0,
+            "external_prefix_cache_hits": self._tier.hits if self._tier else 0,
             "num_preemptions": totals.preemptions,
             "prompt_tokens": totals.prompt_tokens,
             "generation_tokens": totals.generated_tokens,
@@ -90,9 +92,9 @@ class EngineMetrics:
         metric = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=_SECONDS)
         return metric.labels(self._model, "0")
 
-    def read(self, core: EngineCore) -> None:
-        """From now on scrapes tell this core's numbers."""
-        self._registry.register(_CoreCollector(core, self._model))
+    def read(self, core: EngineCore, tier: LeakyTier | None) -> None:
+        """From now on scrapes tell this core's numbers, and those of the tier behind it."""
+        self._registry.register(_CoreCollector(core, self._model, tier))
 
     def watch_evictions(self) -> Evicted:
         """Adds the histograms of `--kv-cache-metrics`; what feeds them."""

@@ -30,6 +30,7 @@ from .pool import BlockPool
 from .profile import PRESETS
 from .request import Request
 from .sequence import NO_TOKEN, EngineNamespace, TokenSequence
+from .tier import LeakyTier
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,6 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Serve /reset_prefix_cache, as vLLM does with VLLM_SERVER_DEV_MODE=1."""
     ignore_salt: bool = False
     """Leave the salt out of block keys: provokes wrong hits, to prove that they are detected."""
+    leaky_tier: int = 0
+    """Tokens in a chunk of a tier that keeps blocks without their salts; 0: there is no such tier."""
 
 
 def make_core(config: EngineConfig, pool: BlockPool | None = None) -> EngineCore:
@@ -111,7 +114,9 @@ class EngineServer:
         if config.kv_cache_metrics:
             pool = WatchedPool(config.num_gpu_blocks - 1, time.monotonic, self._metrics.watch_evictions())
         self._core = make_core(config, pool)
-        self._metrics.read(self._core)
+        self._ignores_salt = config.ignore_salt
+        self._tier = LeakyTier(config.leaky_tier) if config.leaky_tier else None
+        self._metrics.read(self._core, self._tier)
         adapters = {name: number for number, name in enumerate(config.adapters, 1)}
         self._adapters = adapters
         self.engine = LiveEngine(self._core, texts.text, publisher=publisher, watcher=self._metrics, adapters=adapters)
@@ -128,6 +133,7 @@ class EngineServer:
             web.post("/sim/pause", self.sim_pause),
             web.post("/sim/step", self.sim_step),
             web.post("/sim/resume", self.sim_resume),
+            web.post("/sim/leak", self.sim_leak),
         ]
         if config.dev_mode:
             routes.append(web.post("/reset_prefix_cache", self.reset_prefix_cache))
@@ -177,6 +183,8 @@ class EngineServer:
                 return await self._stream(http, generation, dialect, body.include_usage)
             return await self._whole(generation, dialect)
         finally:
+            if self._tier is not None and isinstance(request.sequence, TokenSequence):
+                self._tier.keep(request.sequence)
             self.engine.abort(generation)  # the client left, or writing failed; nothing if the request has ended
 
     def _request(
@@ -191,13 +199,13 @@ class EngineServer:
         namespace = EngineNamespace(body.cache_salt, adapter, config.model_revision)
         try:
             sequence = TokenSequence(
-                prompt, self._texts.vocabulary, config.block_size, namespace, ignore_salt=config.ignore_salt
+                prompt, self._texts.vocabulary, config.block_size, namespace, ignore_salt=self._ignores_salt
             )
         except (OverflowError, TypeError) as error:
             raise api.BadRequest("prompt must be a list of token ids.", "prompt") from error
         if sequence.length and max(sequence.ids) >= self._texts.size:
             raise api.BadRequest(f"Token id {max(sequence.ids)} is out of vocabulary", "prompt")
-        return Request(
+        request = Request(
             request_id,
             sequence,
             max(1, self._core.longest - sequence.length) if max_tokens is None else max_tokens,
@@ -207,6 +215,9 @@ class EngineServer:
             namespace=namespace,
             now_ms=self.engine.now_ms(),
         )
+        if self._tier is not None and not request.skips_cache:
+            request.delivered = range(self._tier.find(sequence) // config.block_size)
+        return request
 
     async def _stream(
         self, http: web.Request, generation: Generation, dialect: api.Dialect, include_usage: bool
@@ -365,6 +376,11 @@ class EngineServer:
 
     async def sim_resume(self, http: web.Request) -> web.Response:
         self.engine.resume()
+        return _json(b"{}")
+
+    async def sim_leak(self, http: web.Request) -> web.Response:
+        """From now on salts are left out of block keys, as with --ignore-salt: an engine that breaks while it runs."""
+        self._ignores_salt = True
         return _json(b"{}")
 
 

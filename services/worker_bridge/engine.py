@@ -30,6 +30,7 @@ _IDLE_S = 3.0
 # With requests running vLLM waits for the step at hand.
 _RESET_S = 30.0
 _MAX_SENTENCE = 300
+_ASKED_ANOTHER_TIER = re.compile(rb"^vllm:external_prefix_cache_queries_total\{[^}]*\} ([0-9.e+]+)", re.MULTILINE)
 _KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', re.MULTILINE)
 
 
@@ -80,6 +81,10 @@ class Engine(Protocol):
 
     async def kv_blocks(self) -> int:
         """How many blocks its KV memory has; 0 when it does not say."""
+        ...
+
+    async def has_another_tier(self) -> bool:
+        """Whether it has looked for blocks beyond its own memory: a KV connector is in it."""
         ...
 
     async def reset_prefix_cache(self) -> None:
@@ -256,6 +261,11 @@ class VllmHttp:
         status, body = await self._ask("GET", "/metrics", _ASK_S)
         found = _KV_BLOCKS.search(body) if status == 200 else None
         return int(found.group(1)) if found else 0
+
+    async def has_another_tier(self) -> bool:
+        status, body = await self._ask("GET", "/metrics", _ASK_S)
+        asked = _ASKED_ANOTHER_TIER.findall(body) if status == 200 else []
+        return any(float(tokens) > 0 for tokens in asked)
 
     async def reset_prefix_cache(self) -> None:
         status, body = await self._ask("POST", "/reset_prefix_cache", _RESET_S)

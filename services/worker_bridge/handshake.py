@@ -1,9 +1,11 @@
 # ruff: noqa: TID251 - a shell: it waits on the event loop
-"""Whether the engine is what this worker's config says it is: asked before every registration.
+"""Whether the engine is what this worker's config says it is: asked before every registration, of its salts also when
+they are in doubt.
 
 - It serves the configured model (an address may have been taken over by another engine), and its adapters.
 - A prompt repeated under one salt hits exactly its full blocks, so caching is on, cached tokens are reported and the
-  block size divides ours; the same prompt under another salt hits nothing, so salts isolate.
+  block size divides ours; the same prompt under another salt hits nothing, so salts isolate. If the engine looks for
+  blocks beyond its own memory, too (a KV connector), so does a long prompt under one salt after the other.
 - It publishes what it computes, in blocks of our size.
 
 Owns: the questions.   Must not know: NATS, what is done about a refusal.   Source: DESIGN 7 (Handshake)."""
@@ -21,6 +23,13 @@ from .engine import Engine, Generation
 _PATIENCE_S = 30.0
 _EVENTS_WITHIN_S = 5.0
 _POLL_S = 0.02
+# Longer than any chunk that a connector keeps (LMCache: 256 tokens), short enough for an engine on a CPU.
+_TIER_TOKENS = 1024
+# The first computes it; it is found in the third at the latest, if it is written within so long.
+_TIER_LOOKS = 3
+_TIER_WRITES_S = 0.3
+_LEAKS = "The engine reuses blocks across salts: tenants would share its cache."
+_ISOLATE = "Use a vLLM whose cache_salt works in every tier, or take the KV connector out."
 # Token ids that every vocabulary has.
 _FIRST_ID, _IDS = 5, 100
 
@@ -73,23 +82,31 @@ async def shake_hands(
                         remedy=f"Start it with --enable-lora --lora-modules {adapter}=PATH, or correct the config.",
                     )
             before = events.batches
+            max_model_len = served[model].max_model_len or 0
             await _probe_cache(engine, block_size, one_time_salt)
+            await _probe_other_tiers(engine, block_size, max_model_len, one_time_salt)
             await _await_events(events, before, block_size)
-            return EngineFacts(served[model].max_model_len or 0, await engine.kv_blocks() * block_size)
+            return EngineFacts(max_model_len, await engine.kv_blocks() * block_size)
+    except TimeoutError as exc:
+        raise EngineFailed("The engine does not answer.") from exc
+
+
+async def probe_isolation(
+    engine: Engine, block_size: int, max_model_len: int, one_time_salt: Callable[[], str]
+) -> None:
+    """Of an engine that shook hands before, and is in doubt since.
+
+    :raises WorkerRefused: salts do not isolate.   :raises EngineFailed, WorkerLost: it cannot be asked now."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            await _repeat(engine, block_size, one_time_salt)
+            await _probe_other_tiers(engine, block_size, max_model_len, one_time_salt)
     except TimeoutError as exc:
         raise EngineFailed("The engine does not answer.") from exc
 
 
 async def _probe_cache(engine: Engine, block_size: int, one_time_salt: Callable[[], str]) -> None:
-    one, other = one_time_salt(), one_time_salt()
-    first = await _cached_tokens(engine, block_size, one)
-    again = await _cached_tokens(engine, block_size, one)
-    elsewhere = await _cached_tokens(engine, block_size, other)
-    if first or elsewhere:
-        raise WorkerRefused(
-            "The engine reuses blocks across salts: tenants would share its cache.",
-            remedy="Use a vLLM whose cache_salt works in every tier, or take the KV connector out.",
-        )
+    again = await _repeat(engine, block_size, one_time_salt)
     if again is None:
         raise WorkerRefused(
             "The engine does not report cached tokens.", remedy="Start it with --enable-prompt-tokens-details."
@@ -101,9 +118,35 @@ async def _probe_cache(engine: Engine, block_size: int, one_time_salt: Callable[
         )
 
 
-async def _cached_tokens(engine: Engine, block_size: int, salt: str) -> int | None:
-    """How much of a prompt one token longer than a block came from cache; None if the engine does not say."""
-    ids = array.array("I", (_FIRST_ID + number % _IDS for number in range(block_size + 1)))
+async def _repeat(engine: Engine, block_size: int, one_time_salt: Callable[[], str]) -> int | None:
+    """What a prompt of one block and a token finds of itself under its own salt; under another it finds nothing."""
+    one = one_time_salt()
+    first = await _cached_tokens(engine, block_size + 1, one)
+    again = await _cached_tokens(engine, block_size + 1, one)
+    elsewhere = await _cached_tokens(engine, block_size + 1, one_time_salt())
+    if first or elsewhere:
+        raise WorkerRefused(_LEAKS, remedy=_ISOLATE)
+    return again
+
+
+async def _probe_other_tiers(
+    engine: Engine, block_size: int, max_model_len: int, one_time_salt: Callable[[], str]
+) -> None:
+    """What lies behind the engine's own memory may keep long prompts alone, and write them when it has time."""
+    if not await engine.has_another_tier():
+        return
+    tokens = _TIER_TOKENS // block_size * block_size + 1
+    if max_model_len:
+        tokens = min(tokens, max_model_len - 1)
+    for _ in range(_TIER_LOOKS):
+        if await _cached_tokens(engine, tokens, one_time_salt()):
+            raise WorkerRefused(f"{_LEAKS} It does so in a tier beyond its own memory.", remedy=_ISOLATE)
+        await asyncio.sleep(_TIER_WRITES_S)
+
+
+async def _cached_tokens(engine: Engine, tokens: int, salt: str) -> int | None:
+    """How much of a prompt so long came from cache; None if the engine does not say."""
+    ids = array.array("I", (_FIRST_ID + number % _IDS for number in range(tokens)))
     request = Generation(
         engine_request_id=f"probe-{salt[:16]}",
         tokens=ids.tobytes(),

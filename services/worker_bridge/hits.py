@@ -22,6 +22,8 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """A finished request: `generation` is the index's at acceptance, `keys` all full blocks' keys of the prompt."""
 
     request_id: str
+    tenant: str
+    scope: str
     ns_id: bytes
     keys: bytes
     cached_tokens: int

@@ -29,7 +29,7 @@ from ..bus.runtime import Runtime
 from .blocks import BlockIndex
 from .engine import Engine
 from .engine_events import Batch, BlockStored
-from .handshake import EngineFacts, shake_hands
+from .handshake import EngineFacts, probe_isolation, shake_hands
 from .kv_feed import KvFeeds
 from .vllm_events import Endpoints, VllmEvents
 
@@ -110,6 +110,8 @@ class Life:
         self._adapters = adapters
         self._lost = asyncio.Event()
         self._look = asyncio.Event()
+        self._doubts_isolation = False
+        self._max_model_len = 0
         self._caught_up = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -139,6 +141,11 @@ class Life:
         """It failed a request: look at once whether it is there."""
         self._look.set()
 
+    def doubt_isolation(self) -> None:
+        """It reused what it should not have: look at once whether its salts still isolate."""
+        self._doubts_isolation = True
+        self._look.set()
+
     async def _until_engine_is_whole(self) -> asyncio.Event:
         """The connection to its events, which `ended` replaces.
 
@@ -164,9 +171,10 @@ class Life:
             adapters=self._adapters,
             block_size=record.block_size,
             events=self,
-            one_time_salt=lambda: secrets.token_hex(16),
+            one_time_salt=_one_time_salt,
         )
         wanted = self._rt.config.models[record.model].max_model_len
+        self._max_model_len = facts.max_model_len
         if 0 < facts.max_model_len < wanted:
             self._rt.log.warning(
                 "the engine takes %d tokens, the config says %d: longer prompts will fail", facts.max_model_len, wanted
@@ -181,7 +189,7 @@ class Life:
         if session is not self._caught_up:
             raise WorkerLost("The engine was lost while the worker registered.")
         self._lost = asyncio.Event()
-        self.stalled = False
+        self.stalled = self._doubts_isolation = False
         self.incarnation = incarnation
         self.why_not = ""
         self._feed.begin(incarnation)
@@ -198,6 +206,8 @@ class Life:
             try:
                 await self._engine.health()
                 self.stalled = False
+                if self._doubts_isolation:
+                    await self._look_at_isolation()
             except TimeoutError:
                 if not self.stalled:
                     self._rt.log.warning("the engine does not answer; no heartbeats until it does")
@@ -205,6 +215,17 @@ class Life:
             except PrefixbusError as exc:
                 self._rt.caught(exc, "the engine is lost")
                 return
+
+    async def _look_at_isolation(self) -> None:
+        """:raises WorkerRefused: its salts do not isolate."""
+        try:
+            await probe_isolation(self._engine, self.record.block_size, self._max_model_len, _one_time_salt)
+        except WorkerRefused:
+            raise
+        except PrefixbusError as exc:
+            self._rt.caught(exc, "whether salts isolate could not be asked yet")
+        else:
+            self._doubts_isolation = False
 
     def _end(self, reason: str, *, replaced: bool = False) -> None:
         if not self.incarnation:
@@ -294,6 +315,10 @@ class Life:
             return messages.CONTROL_REPLY.decode(reply.data)
         except PrefixbusError:
             return None
+
+
+def _one_time_salt() -> str:
+    return secrets.token_hex(16)
 
 
 def reply_of(life: Life, error: str = "") -> bytes:

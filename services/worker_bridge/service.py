@@ -142,6 +142,7 @@ class Bridge:
             keepalive_s=config.bridge.keepalive_s,
             caught=rt.caught,
             engine_doubted=self.life.doubt_engine,
+            isolation_doubted=self.life.doubt_isolation,
         )
         self.warming = Warming(
             worker=self._worker,

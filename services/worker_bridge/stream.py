@@ -130,6 +130,7 @@ class Streams:
         keepalive_s: float,
         caught: Callable[[BaseException, str], None],
         engine_doubted: Callable[[], None],
+        isolation_doubted: Callable[[], None],
     ) -> None:
         self.worker = worker
         self.model = model
@@ -148,6 +149,7 @@ class Streams:
         self.acks = Acks(bus)
         self.caught = caught
         self.engine_doubted = engine_doubted
+        self.isolation_doubted = isolation_doubted
         self._tasks = tasks
         self._attempts: dict[str, Attempt] = {}
         self._idle = asyncio.Event()
@@ -268,8 +270,27 @@ class Streams:
                 if now - attempt.last_sent_at >= self._silence_s:
                     await attempt.keep_alive(now)
             for wrong in self.hits.settle(now):
-                self.metrics.wrong_hits.inc()
-                self.caught(WrongHit(f"{wrong.cached_tokens} tokens of request {wrong.request_id}"), "wrong hit")
+                self._alarm(wrong)
+
+    def _alarm(self, wrong: Answered) -> None:
+        """Counted, on the record, and reason to ask the engine at once whether it still isolates."""
+        self.metrics.wrong_hits.inc()
+        self.caught(WrongHit(f"{wrong.cached_tokens} tokens of request {wrong.request_id}"), "wrong hit")
+        fact = Fact(
+            v=VERSION,
+            kind="wrong_hit",
+            at=self.clock.wall(),
+            service=SERVICE,
+            tenant=wrong.tenant,
+            scope=wrong.scope,
+            ns_id=wrong.ns_id.hex(),
+            request_id=wrong.request_id,
+            worker=self.worker,
+            tokens=wrong.cached_tokens,
+        )
+        subject = subjects.audit(SERVICE, self.worker)
+        self.outbox.put(subject, FACT.encode(fact), f"wrong-{self.worker}-{wrong.request_id}")
+        self.isolation_doubted()
 
     def _bus_changed(self, connected: bool) -> None:
         if connected:
@@ -715,6 +736,8 @@ class Attempt:
         if error is None and outcome.cached_tokens is not None:
             answered = Answered(
                 request_id=outcome.request_id,
+                tenant=self._job.namespace.tenant,
+                scope=self._job.namespace.scope,
                 ns_id=self.ns_id,
                 keys=self._started.keys,
                 cached_tokens=outcome.cached_tokens,

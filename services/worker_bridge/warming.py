@@ -225,6 +225,8 @@ class Warming:
             self._metrics.warm_tokens.labels("computed").inc(max(0, tokens - cached))
             answered = Answered(
                 request_id=work.dispatch.request_id,
+                tenant=work.job.namespace.tenant,
+                scope=work.job.namespace.scope,
                 ns_id=work.dispatch.ns_id,
                 keys=work.keys,
                 cached_tokens=cached,

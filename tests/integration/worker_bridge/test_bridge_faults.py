@@ -135,10 +135,15 @@ async def test_a_paused_engine_silences_its_worker_and_comes_back(tmp_path: Path
         ({"served_model_name": "another/model"}, "another/model"),
         ({"enable_prompt_tokens_details": None}, "--enable-prompt-tokens-details"),
         ({"ignore_salt": ""}, "reuses blocks across salts"),
+        ({"leaky_tier": "8"}, "reuses blocks across salts"),
+        ({"leaky_tier": "256"}, "in a tier beyond its own memory"),
         ({"block_size": "4"}, "4 tokens"),
         ({"block_size": "16"}, "hit 0 of them"),
     ],
-    ids=["another model", "no cached tokens", "salts do not isolate", "smaller blocks", "larger blocks"],
+    ids=[
+        *("another model", "no cached tokens", "salts do not isolate", "a tier without salts"),
+        *("a tier that keeps long prompts alone", "smaller blocks", "larger blocks"),
+    ],
 )
 async def test_an_engine_that_does_not_match_is_not_registered(
     tmp_path: Path, engine: dict[str, str | None], reason: str
@@ -210,6 +215,48 @@ async def test_a_hit_beyond_what_is_held_is_counted_as_wrong(tmp_path: Path) -> 
                 return here.registry.get_sample_value("prefixbus_wrong_hits_total")
 
             await eventually(lambda: wrong() == 1, "a wrong hit")
+
+
+async def test_an_engine_that_begins_to_leak_is_found_out_recorded_and_serves_no_more(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving() as bridge:
+        tokens = prompt(1, 3 * BLOCK + 1)
+        await here.engine.post("/sim/leak")
+        await here.ask(here.job(tokens))
+        await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+        thief = here.job(tokens, scope="team-b")
+
+        await here.ask(thief)
+
+        assert (await here.outcome(thief)).cached_tokens == 3 * BLOCK
+        assert (await here.engine.stats())["wrong_hits"] == 3
+        await eventually(lambda: here.metric("prefixbus_wrong_hits_total") == 1, "a wrong hit")
+        await eventually(lambda: "reuses blocks across salts" in bridge.life.why_not, f"no more work; {bridge!r}")
+        assert await hears_no_work(here)
+        await bridge.streams.outbox.idle()
+        facts = await here.stored(subjects.STREAM_AUDIT, subjects.audit("worker_bridge", WORKER))
+        (found,) = [fact for fact in facts if fact["kind"] == "wrong_hit"]
+        expected = {"tenant": "acme", "scope": "team-b", "worker": WORKER, "tokens": 3 * BLOCK}
+        assert found.items() >= {"request_id": thief.request_id, **expected}.items()
+
+
+async def test_a_wrong_hit_that_no_probe_confirms_costs_the_worker_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        liar = Liar(here.engine.url, MODEL)
+        async with here.serving(engine=liar) as bridge:
+            incarnation = bridge.life.incarnation
+            liar.lies = True
+            await here.ask(here.job(prompt(2, BLOCK - 1)))
+            liar.lies = False
+            asked = (await here.engine.stats())["totals"]["prompt_tokens"]
+
+            await eventually(lambda: here.metric("prefixbus_wrong_hits_total") == 1, "a wrong hit")
+
+            async def probed() -> bool:
+                return bool((await here.engine.stats())["totals"]["prompt_tokens"] >= asked + 3 * (BLOCK + 1))
+
+            await eventually(probed, "the engine is asked again")
+            await here.ask(here.job(prompt(3, 20)))
+            assert bridge.life.incarnation == incarnation
 
 
 class Broken(VllmHttp):

@@ -12,6 +12,8 @@ CHAIN = keys(NS_A, (X, Y, Z))
 def answered(blocks: BlockIndex, cached_tokens: int, generation: int | None = None) -> Answered:
     return Answered(
         request_id="r1",
+        tenant="acme",
+        scope="",
         ns_id=NS_A,
         keys=CHAIN,
         cached_tokens=cached_tokens,
