@@ -96,6 +96,11 @@ class ModelSection(Section, frozen=True):
     block_size: _Positive = 32  # what vLLM on CPU needs
     # Which prefill profile (router.cost.PROFILES) prices this model until its workers have been measured.
     profile: str = "h100-8b"
+    # The engines' own --tool-call-parser and --reasoning-parser, empty if they have none: with a tool parser, requests
+    # with tools go to the engine's chat endpoint, with a reasoning parser all chats do. Without a tool parser a model
+    # answers tools in its own words, and tool_choice cannot force one.
+    tool_parser: str = ""
+    reasoning_parser: str = ""
     # LoRA adapters by name. All workers of the model must serve these: the set is part of what routers compare.
     adapters: dict[str, AdapterSection] = {}
 

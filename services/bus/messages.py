@@ -63,7 +63,9 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     """What a bridge needs to run a request; the router passes it on as bytes.
 
     `params` is the JSON object of sampling parameters for the engine; `kind` is `chat` or `completions`, the form of
-    the client's chunks."""
+    the client's chunks. `chat` is the JSON object of what else the engine's chat endpoint is given; empty for a request
+    by token ids alone. `resumable`: the client wants each frame's tokens, to go on elsewhere if this worker is lost;
+    the last `said_tokens` of `tokens` are of the answer: it goes on after them."""
 
     v: int
     request_id: str
@@ -78,6 +80,9 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     deadline_at: float
     traceparent: str = ""
     prefix_class: str = ""
+    chat: bytes = b""
+    resumable: bool = False
+    said_tokens: _Count = 0
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +91,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     `serves` is the digest of the model revision that the tokens are for; `keys` are all full blocks' keys; `kind` and
     `created_at` are the job's. `segments` are 12 bytes each: where it ends, in tokens (u32 LE), and its keyed digest
     (u64 LE), which other prompts of the namespace and of its other revisions can be compared by. `sending` counts the
-    client's sendings of this request, from 1. `adapter` is that of `model`, empty for none."""
+    client's sendings of this request, from 1. `adapter` is that of `model`, empty for none. `resumable` is the
+    job's."""
 
     v: int
     request_id: str
@@ -109,6 +115,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     segments: bytes = b""
     sending: int = 1
     adapter: str = ""
+    resumable: bool = False
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
@@ -363,7 +370,10 @@ class Outcome(msgspec.Struct, frozen=True):
     `traceparent` is the client's trace (W3C Trace Context), empty if it named none.
 
     `ahead_own_tokens` and `ahead_others_tokens` are its turn in the fair queue: the prefill tokens that the engine was
-    given while it waited there, of its own tenant and of others (0: it did not wait; null: its turn never came)."""
+    given while it waited there, of its own tenant and of others (0: it did not wait; null: its turn never came).
+
+    `engine_differs_at` is where the engine's own tokens of the prompt begin to differ from ours, where it made them
+    itself and they do; then `cached_tokens` is null, since what it took is no prefix that anybody predicted."""
 
     v: int
     request_id: str
@@ -391,6 +401,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ahead_own_tokens: _Count | None = None
     ahead_others_tokens: _Count | None = None
     adapter: str = ""
+    engine_differs_at: _Count | None = None
 
 
 class CandidateRecord(msgspec.Struct, frozen=True):

@@ -63,6 +63,15 @@ HEADER_DEADLINE = "Pb-Deadline"
 HEADER_PREFIX_CLASS = "Pb-Prefix-Class"
 # Which sending of one request this is, from 1: a client that was not answered sends it again.
 HEADER_SENDING = "Pb-Sending"
+# With an answer's first chunk: what was decided for it, how long its prompt is, and how much of that was expected to
+# come from the cache.
+HEADER_DECISION = "Pb-Decision"
+HEADER_PROMPT_TOKENS = "Pb-Prompt-Tokens"
+HEADER_PREDICTED_TOKENS = "Pb-Predicted-Tokens"
+# With it, too, where the operator allows it.
+HEADER_WORKER = "Pb-Worker"
+# With the end of an answer whose worker was lost: whether another one can go on with it.
+HEADER_RESUME = "Pb-Resume"
 HEADER_TRACEPARENT = "traceparent"
 HEADER_SERVICE_ERROR = "Nats-Service-Error"
 HEADER_SERVICE_ERROR_CODE = "Nats-Service-Error-Code"

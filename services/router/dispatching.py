@@ -284,7 +284,7 @@ class Request:
             one, two = JOB.decode(ours.job), JOB.decode(theirs.job)
         except PrefixbusError:
             return False
-        return (one.kind, one.params, one.tokens) == (two.kind, two.params, two.tokens)
+        return (one.kind, one.params, one.chat, one.tokens) == (two.kind, two.params, two.chat, two.tokens)
 
     def post(self, event: Callable[[], Effects]) -> None:
         """`event` tells the attempts what was heard; it is called in its turn."""
@@ -601,6 +601,7 @@ class Request:
         if self.attempts.published:
             # Chunks went out before; only the bridge knew how many.
             del headers[subjects.HEADER_SEQ]
+            headers |= frames.resume_headers(error, resumable=self._route.resumable)
         if isinstance(error, Unavailable):
             headers["Retry-After"] = str(self._choice.retry_after_s(error))
         try:

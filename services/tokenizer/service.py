@@ -77,6 +77,7 @@ class Loaded(msgspec.Struct, frozen=True):
     serves: str
     route_subject: str
     adapter: str = ""
+    parsers: intake.Parsers = intake.NO_PARSERS
 
 
 class _InHand:
@@ -249,7 +250,7 @@ class Tokenizer:
         begun = _Begun(subject, envelope, loaded)
         if not is_small(message.data):
             return begun
-        request = begun.request = intake.parse(message.data, subject.model, limits)
+        request = begun.request = intake.parse(message.data, subject.model, limits, loaded.parsers)
         in_hand.kind = request.kind
         draft = begun.draft = self._workshop.begin(
             loaded.tokenizer, subject.tenant, subject.scope, request, loaded.section.max_model_len
@@ -284,7 +285,8 @@ class Tokenizer:
         body: bytes = in_hand.message.data
         request = begun.request
         if request is None:
-            request = await at.run(len(body), intake.parse, body, subject.model, self._rt.config.limits)
+            limits = self._rt.config.limits
+            request = await at.run(len(body), intake.parse, body, subject.model, limits, loaded.parsers)
             in_hand.kind = request.kind
         tokens = await at.tokens(
             loaded.tokenizer,
@@ -330,6 +332,9 @@ class Tokenizer:
             deadline_at=envelope.deadline_at,
             traceparent=envelope.traceparent,
             prefix_class=kind_of_prefix,
+            chat=intake.engine_chat(request),
+            resumable=request.resumable,
+            said_tokens=len(request.said),
         )
         route = Route(
             v=VERSION,
@@ -353,6 +358,7 @@ class Tokenizer:
             segments=digests.segments(family, tokens.ids),
             sending=envelope.sending,
             adapter=loaded.adapter,
+            resumable=request.resumable,
         )
         return ROUTE.encode(route)
 
@@ -592,7 +598,8 @@ def load_model(name: str, section: ModelSection, base: Path) -> Loaded:
                 remedy="Restore the files, or name the new revision on every service.",
             )
     made = identity.of_model(name, section, found)
-    return Loaded(name, section, tokenizer, made, made.digest(), subjects.route(name))
+    parsers = intake.Parsers(tools=bool(section.tool_parser), reasoning=bool(section.reasoning_parser))
+    return Loaded(name, section, tokenizer, made, made.digest(), subjects.route(name), parsers=parsers)
 
 
 def with_adapters(loaded: Loaded) -> dict[str, Loaded]:

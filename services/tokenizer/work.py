@@ -173,7 +173,15 @@ def draw(model: TokenizerModel, request: Request, key: bytes, max_model_len: int
     """Renders, cuts and hashes; pure but for its cost. `key` is the memo's for this scope.
 
     :raises BadRequest: see `Workshop.begin`."""
+    draft = _prompt(model, request, key, max_model_len)
+    if request.said:
+        intake.check_ids(request.said, model.vocab_size, "resume.token_ids")
+        draft.parts.append(pack(request.said))
+        draft.keys.append(None)
+    return draft
 
+
+def _prompt(model: TokenizerModel, request: Request, key: bytes, max_model_len: int) -> Draft:
     def refuse_if_hopeless(chars: int) -> None:
         intake.refuse_if_hopeless(request, chars, model.longest_token_chars, max_model_len)
 

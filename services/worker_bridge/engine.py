@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import re
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -20,7 +20,9 @@ import msgspec
 import orjson
 
 from ..bus.errors import BadRequest, EngineFailed, Overloaded, PrefixbusError, WorkerLost
+from . import engine_chunks
 from .chunks import Piece, Usage
+from .engine_chunks import Chunk
 from .sse import DONE, EventLines
 
 _CONNECT_S = 2.0
@@ -35,9 +37,9 @@ _KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"'
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: sampling parameters by vLLM's names.
-    `traceparent`: the client's trace (W3C Trace Context), empty for none. `model`: what the engine calls the adapter to
-    use, empty for none."""
+    """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: parameters by vLLM's names; with `messages`
+    they are for its chat endpoint. `traceparent`: the client's trace (W3C Trace Context), empty for none. `model`: what
+    the engine calls the adapter to use, empty for none. `wants_tokens`: pieces should have their tokens."""
 
     engine_request_id: str
     tokens: bytes
@@ -45,13 +47,28 @@ class Generation(msgspec.Struct, frozen=True):
     salt: str
     traceparent: str = ""
     model: str = ""
+    wants_tokens: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return "messages" in self.params
 
 
 class Progress(msgspec.Struct):
-    """What came at once: pieces in order, and usage with the end."""
+    """What came at once: pieces in order, and usage with the end. `prompt` is what the engine says a chat's prompt is,
+    u32 LE, with the first of it."""
 
     pieces: list[Piece]
     usage: Usage | None = None
+    prompt: bytes | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.pieces or self.usage or self.prompt is not None)
+
+    def add(self, chunk: Chunk) -> None:
+        self.pieces += chunk.pieces
+        self.usage = chunk.usage or self.usage
+        self.prompt = self.prompt if chunk.prompt is None else chunk.prompt
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -94,34 +111,9 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class _Choice(msgspec.Struct):
-    index: int = 0
-    text: str = ""
-    finish_reason: str | None = None
-    logprobs: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Error(msgspec.Struct):
     message: str = ""
     code: int | str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    model: str = ""
-    error: _Error | None = None
-    message: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -137,7 +129,6 @@ class _Reset(msgspec.Struct):
     success: bool = True
 
 
-_chunk = msgspec.json.Decoder(_Chunk)
 _error_body = msgspec.json.Decoder(_ErrorBody)
 _models = msgspec.json.Decoder(_Models)
 _reset = msgspec.json.Decoder(_Reset)
@@ -149,6 +140,7 @@ class VllmHttp:
     def __init__(self, url: str, model: str) -> None:
         self._url = url.rstrip("/")
         self._completions = f"{self._url}/v1/completions"
+        self._chat = f"{self._url}/v1/chat/completions"
         self._model = model
         # No limit on connections: admission bounds them. TCP_NODELAY is aiohttp's default.
         self._session = aiohttp.ClientSession(
@@ -169,14 +161,22 @@ class VllmHttp:
     @contextlib.asynccontextmanager
     async def generate(self, request: Generation) -> AsyncIterator[AsyncIterator[Progress]]:
         model = request.model or self._model
+        tokens = array("I", request.tokens).tolist()
         body = {
             **request.params,
             "model": model,
-            "prompt": array("I", request.tokens).tolist(),
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_salt": request.salt,
         }
+        if request.is_chat:
+            # vLLM takes a chat's prompt from here if it is given one (meant for prompts that another engine prefilled),
+            # and renders the chat if it does not know this; it says which prompt it was.
+            body |= {"kv_transfer_params": {"prompt_token_ids": tokens}, "return_token_ids": True}
+        else:
+            body["prompt"] = tokens
+            if request.wants_tokens:
+                body["return_token_ids"] = True
         headers = {"X-Request-Id": request.engine_request_id, "Content-Type": "application/json"}
         if request.traceparent:
             headers["traceparent"] = request.traceparent
@@ -184,12 +184,14 @@ class VllmHttp:
         try:
             try:
                 with _translated():
-                    response = await self._session.post(self._completions, data=orjson.dumps(body), headers=headers)
+                    url = self._chat if request.is_chat else self._completions
+                    response = await self._session.post(url, data=orjson.dumps(body), headers=headers)
                     if response.status != 200:
                         raise _error(response.status, await response.content.read(64 * 1024))
             except TimeoutError as exc:
                 raise WorkerLost(str(exc)) from exc
-            async with contextlib.aclosing(self._progress(response, model)) as progress:
+            read = engine_chunks.of_chat if request.is_chat else engine_chunks.of_completions
+            async with contextlib.aclosing(_progress(response, model, read)) as progress:
                 yield progress
         finally:
             # Closing a response that was read to its end keeps the connection; otherwise it hangs up, and the engine
@@ -199,49 +201,6 @@ class VllmHttp:
                     response.release()
                 else:
                     response.close()
-
-    async def _progress(self, response: aiohttp.ClientResponse, model: str) -> AsyncGenerator[Progress, None]:
-        lines = EventLines()
-        while True:
-            with _translated():
-                data = await response.content.readany()
-            if not data:
-                raise WorkerLost("The engine ended its answer before it was complete.")
-            progress = Progress([])
-            for line in lines.feed(data):
-                if line == DONE:
-                    if progress.pieces or progress.usage:
-                        yield progress
-                    with _translated():
-                        await response.content.read()
-                    return
-                self._take(line, progress, model)
-            if progress.pieces or progress.usage:
-                yield progress
-
-    def _take(self, line: bytes, progress: Progress, model: str) -> None:
-        try:
-            chunk = _chunk.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-            raise EngineFailed(f"The engine's chunk cannot be read: {exc}") from exc
-        if chunk.error is not None or chunk.message is not None:
-            error = chunk.error or _Error(chunk.message or "")
-            status = error.code if isinstance(error.code, int) else 500
-            raise _error(status, msgspec.json.encode({"message": error.message}))
-        if chunk.model != model:
-            raise WorkerLost("The engine serves another model now.")
-        for choice in chunk.choices:
-            logprobs = bytes(choice.logprobs)
-            progress.pieces.append(
-                Piece(choice.index, choice.text, choice.finish_reason, b"" if logprobs == b"null" else logprobs)
-            )
-        if chunk.usage is not None:
-            details = chunk.usage.prompt_tokens_details
-            progress.usage = Usage(
-                chunk.usage.prompt_tokens,
-                chunk.usage.completion_tokens or 0,
-                details.cached_tokens if details is not None else None,
-            )
 
     async def health(self) -> None:
         status, body = await self._ask("GET", "/health", _ASK_S)
@@ -292,6 +251,33 @@ class VllmHttp:
         with _translated():
             async with asyncio.timeout(timeout_s), self._session.request(method, self._url + path) as response:
                 return response.status, await response.read()
+
+
+async def _progress(
+    response: aiohttp.ClientResponse, model: str, read: Callable[[bytes], Chunk]
+) -> AsyncGenerator[Progress, None]:
+    lines = EventLines()
+    while True:
+        with _translated():
+            data = await response.content.readany()
+        if not data:
+            raise WorkerLost("The engine ended its answer before it was complete.")
+        progress = Progress([])
+        for line in lines.feed(data):
+            if line == DONE:
+                if progress:
+                    yield progress
+                with _translated():
+                    await response.content.read()
+                return
+            chunk = read(line)
+            if chunk.error:
+                raise _error(chunk.status, msgspec.json.encode({"message": chunk.error}))
+            if chunk.model != model:
+                raise WorkerLost("The engine serves another model now.")
+            progress.add(chunk)
+        if progress:
+            yield progress
 
 
 @contextlib.contextmanager

@@ -131,6 +131,12 @@ class BridgeMetrics:
         self.frames_dropped = counter("frames_dropped", "Frames that the bus did not take.")
         self.keepalives = counter("keepalives", "Keep-alive chunks published.")
         self.clients_gone = counter("clients_gone", "Requests whose client had stopped listening.")
+        self.engine_prompts = counter(
+            "engine_prompts",
+            "Chats whose prompt the engine was to take from us, by whether it did: same, differs, or untold.",
+            "model",
+            "verdict",
+        )
         self.warm_orders = counter("warm_orders", "Orders to compute a prefix, by result.", "result")
         self.warm_tokens = counter("warm_tokens", "Tokens of ordered prefixes, by source.", "source")
 

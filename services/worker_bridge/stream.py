@@ -59,9 +59,11 @@ from .chunks import ChunkWriter, Usage
 from .claim import Claim, Superseded
 from .cold import ColdRequests
 from .engine import Engine, Generation, Progress
+from .engine_chunks import first_difference
 from .heartbeat import Heartbeat
 from .hits import Answered, HitCheck
 from .metrics import BridgeMetrics
+from .resume import InStep, held_back_chars
 from .vetting import Params
 
 # A client that is gone is noticed within this and the server's answer: half of the second that it may cost.
@@ -155,6 +157,8 @@ class Streams:
         self._idle = asyncio.Event()
         self._idle.set()
         self._nobody_prefix = f"{bus.inbox_prefix}.nobody"
+        self.prompts_differ = False
+        """Whether the engine ever made other tokens of a chat than we did."""
         self.words_unheard = 0
         """Words to routers that nobody was there to hear."""
         # Half, so that a pulse that comes late still keeps within what clients were promised.
@@ -316,6 +320,13 @@ class WrongHit(PrefixbusError):
     status = 500
 
 
+class PromptDiffers(PrefixbusError):
+    """The engine made other tokens of a chat than we did."""
+
+    code = "prompt_differs"
+    status = 500
+
+
 class Attempt:
     """One attempt's run. `seq` counts the chunks published."""
 
@@ -327,9 +338,22 @@ class Attempt:
         self.ns_id = started.dispatch.ns_id
         self._job = job = started.job
         self._model = asked_name(job.namespace.model, job.namespace.adapter)
+        params = started.params
+        self._is_chat = "messages" in params
+        top = params.get("logprobs")
         self._writer = ChunkWriter(
-            job.kind, self._model, job.request_id, job.created_at, include_usage=job.include_usage
+            job.kind,
+            self._model,
+            job.request_id,
+            job.created_at,
+            include_usage=job.include_usage,
+            alternatives=None if self._is_chat or not isinstance(top, int) else top,
+            is_continued=job.said_tokens > 0,
+            shows_tokens=job.resumable,
         )
+        self._in_step = InStep(held_back_chars(params)) if job.resumable else None
+        self._engine_prompt: bytes | None = None
+        self._differs_at: int | None = None
         self._label = job.client_request_id
         self._began_at = streams.clock.now()
         self.last_sent_at = self._began_at
@@ -454,16 +478,19 @@ class Attempt:
             salt=streams.adapters.salt(job.namespace, self.ns_id),
             traceparent=job.traceparent,
             model=streams.adapters.model(job.namespace),
+            wants_tokens=job.resumable,
         )
         await self._until_turn()
         streams.admission.submitted(self.ticket)
         async with streams.engine.generate(request) as progress:
             async for step in progress:
                 await self._pass_on(step)
+        if self._is_chat:
+            self._compare_prompts()
         usage = self._usage or Usage(self.ticket.prompt_tokens, self._output_pieces)
-        if self.ticket.phase is Phase.PREFILLING:
+        if not self.has_started:
             await self._first_token()
-        for body in self._writer.finish(usage):
+        for body in self._writer.finish(usage.of_whole_answer(job.said_tokens) if job.said_tokens else usage):
             await self._send(body)
 
     async def _until_turn(self) -> None:
@@ -479,20 +506,49 @@ class Attempt:
     async def _pass_on(self, step: Progress) -> None:
         if step.usage is not None:
             self._usage = step.usage
+        if step.prompt is not None:
+            # With its first token, of which its parsers may have made nothing yet.
+            self._engine_prompt = step.prompt
+            self._prefilled()
         if not step.pieces:
             return
-        if self.ticket.phase is Phase.PREFILLING:
+        if not self.has_started:
             await self._first_token()
         self._output_pieces += len(step.pieces)
-        for body in self._writer.bodies(step.pieces):
+        pieces = step.pieces
+        if self._in_step is not None:
+            pieces = [in_step for piece in pieces if (in_step := self._in_step.feed(piece)) is not None]
+        for body in self._writer.bodies(pieces):
             await self._send(body)
+
+    def _compare_prompts(self) -> None:
+        """What the engine took from its cache for a prompt of its own making says nothing of ours."""
+        streams, theirs = self._streams, self._engine_prompt
+        if theirs is not None:
+            self._differs_at = first_difference(self._job.tokens, theirs)
+        verdict = "untold" if theirs is None else "same" if self._differs_at is None else "differs"
+        streams.metrics.engine_prompts.labels(streams.model, verdict).inc()
+        if verdict == "same":
+            return
+        if self._usage is not None:
+            self._usage = msgspec.structs.replace(self._usage, cached_tokens=None)
+        if verdict == "differs" and not streams.prompts_differ:
+            # Once: it is the model's files or the engine's flags, and would be said of each request.
+            streams.prompts_differ = True
+            streams.caught(PromptDiffers(f"request {self.name}, from token {self._differs_at} on"), "parity")
+
+    def _prefilled(self) -> None:
+        streams = self._streams
+        if self.ticket.phase is not Phase.PREFILLING:
+            return
+        streams.admission.first_token(self.ticket, streams.clock.now())
+        streams.give_turns()
+        streams.load_changed()
 
     async def _first_token(self) -> None:
         """All that comes before the first frame."""
         streams = self._streams
-        streams.admission.first_token(self.ticket, streams.clock.now())
-        streams.give_turns()
-        streams.load_changed()
+        self._prefilled()
         if not streams.cold.is_cold(self.ns_id, self.name):
             await self._recorded.wait()
             if self._not_recorded:
@@ -556,6 +612,12 @@ class Attempt:
             reply = streams.no_client_subject(self)
             self._probed_at = now
         headers = frames.chunk_headers(self._label, seq=self._seq, attempt=self.ticket.attempt)
+        if not self._seq:
+            headers |= frames.first_headers(
+                decision=self._started.dispatch.decision,
+                prompt_tokens=self.ticket.prompt_tokens - self._job.said_tokens,
+                predicted_tokens=self._started.dispatch.predicted_tokens,
+            )
         try:
             streams.bus.send(self._job.reply, body, headers=headers, reply=reply)
         except BusUnavailable:
@@ -672,6 +734,8 @@ class Attempt:
             headers = frames.final_headers(self._label, seq=self._seq, attempt=attempt)
         else:
             headers = frames.error_headers(error, self._label, seq=self._seq, attempt=attempt)
+            if self.has_started:
+                headers |= frames.resume_headers(error, resumable=self._job.resumable)
         self._streams.bus.send(self._job.reply, b"", headers=headers)
 
     def _go_away(self) -> None:
@@ -778,6 +842,7 @@ class Attempt:
             ended_at=streams.clock.wall(),
             traceparent=self._job.traceparent,
             adapter=self._job.namespace.adapter,
+            engine_differs_at=self._differs_at,
             ahead_own_tokens=ticket.ahead.own_tokens if ticket.has_turn else None,
             ahead_others_tokens=ticket.ahead.others_tokens if ticket.has_turn else None,
         )

@@ -25,7 +25,7 @@ FACT_NAMESPACE = "refused_namespace"
 FACT_REPLY = "forged_reply"
 
 Params = dict[str, object]
-"""Sampling parameters by vLLM's names, as the engine is to get them."""
+"""Parameters by vLLM's names, as the engine is to get them. With `messages` they are for its chat endpoint."""
 
 _FIELDS = msgspec.structs.fields(Namespace)
 
@@ -74,7 +74,7 @@ def _vet_content(job: Job, max_model_len: int) -> Refusal | Params:
     if len(job.tokens) // 4 >= max_model_len:
         return Refusal(CONTEXT_TOO_LONG, f"{len(job.tokens) // 4} tokens leave no room in {max_model_len}")
     try:
-        return sampling_params(job.params)
+        return sampling_params(job.params) | chat_params(job.chat)
     except ValueError as exc:
         return Refusal(BAD_REQUEST, f"the job's parameters are no JSON object: {exc}")
 
@@ -101,16 +101,50 @@ _NOT_A_CLIENTS = frozenset(
 )
 
 
+# What the engine's chat endpoint reads besides, and nothing that could be more than that: its parsers and templates
+# know many words.
+_OF_CHAT = frozenset(
+    (
+        "add_generation_prompt",
+        "add_special_tokens",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "include_reasoning",
+        "messages",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "thinking_token_budget",
+        "tool_choice",
+        "tools",
+    )
+)
+
+
 def sampling_params(params: bytes) -> Params:
     """The job's parameters for the engine, without those that are not a client's to set.
 
     :raises ValueError: not a JSON object."""
-    if not params:
+    return {name: value for name, value in _object(params).items() if name not in _NOT_A_CLIENTS}
+
+
+def chat_params(chat: bytes) -> Params:
+    """What else the engine's chat endpoint is given, with `messages`; empty for a request by token ids alone.
+
+    :raises ValueError: not a JSON object, or one without messages."""
+    content = {name: value for name, value in _object(chat).items() if name in _OF_CHAT}
+    if chat and not isinstance(content.get("messages"), list):
+        raise ValueError("a chat without messages")
+    return content
+
+
+def _object(raw: bytes) -> Params:
+    if not raw:
         return {}
-    content = orjson.loads(params)
+    content = orjson.loads(raw)
     if not isinstance(content, dict):
         raise ValueError("not an object")
-    return {name: value for name, value in content.items() if name not in _NOT_A_CLIENTS}
+    return content
 
 
 def _differing(asked: Namespace, served: Namespace) -> list[str]:

@@ -246,7 +246,7 @@ def test_what_only_the_engines_parsers_can_read_goes_to_its_chat_endpoint(name: 
 
 
 def test_the_chat_endpoint_is_given_what_it_needs_and_nothing_else() -> None:
-    chat = {
+    chat: dict[str, Any] = {
         "messages": [
             {"role": "user", "content": "hi", "nonsense": 1},
             {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "weather"}}]},

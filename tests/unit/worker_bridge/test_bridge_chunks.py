@@ -70,6 +70,83 @@ def test_a_completion_has_text_and_its_logprobs() -> None:
     assert body["choices"] == [{"index": 0, "text": "x", "logprobs": {"tokens": ["x"]}, "finish_reason": None}]
 
 
+def test_a_chats_logprobs_are_made_of_those_of_completions() -> None:
+    """As vLLM's two endpoints say the same step: the chosen token first, and one more than was asked for."""
+    chunks = ChunkWriter("chat", "m", "R1", 1, include_usage=False, alternatives=2)
+    given_logprobs = {
+        "tokens": [" a", "\ufffd"],
+        "token_logprobs": [-0.5, None],
+        "top_logprobs": [{" a": -0.5, " b": -1.5, " c": -2.5}, None],
+        "text_offset": [0, 2],
+    }
+
+    (body,) = read(chunks.bodies([Piece(0, " a", None, json.dumps(given_logprobs).encode())]))
+
+    assert body["choices"][0]["logprobs"] == {
+        "content": [
+            {
+                "token": " a",
+                "logprob": -0.5,
+                "bytes": [32, 97],
+                "top_logprobs": [
+                    {"token": " a", "logprob": -0.5, "bytes": [32, 97]},
+                    {"token": " b", "logprob": -1.5, "bytes": [32, 98]},
+                ],
+            },
+            {"token": "\ufffd", "logprob": -9999.0, "bytes": [239, 191, 189], "top_logprobs": []},
+        ]
+    }
+
+
+def test_a_chats_own_logprobs_pass_as_they_come() -> None:
+    (body,) = read(writer().bodies([Piece(0, "a", None, b'{"content":[{"token":"a"}]}')]))
+
+    assert body["choices"][0]["logprobs"] == {"content": [{"token": "a"}]}
+
+
+def test_what_the_engines_parsers_found_is_in_the_delta() -> None:
+    call = b'[{"index":0,"id":"c1","type":"function","function":{"name":"f","arguments":"{"}}]'
+    chunks = writer()
+
+    bodies = read(
+        chunks.bodies([Piece(0, "", reasoning="Hm"), Piece(0, "", reasoning="m."), Piece(0, "", tool_calls=call)])
+    )
+    bodies += read([*chunks.bodies([Piece(0, "", "tool_calls")]), *chunks.finish(Usage(10, 4, None, 3))])
+
+    assert [body["choices"][0]["delta"] for body in bodies] == [
+        {"role": "assistant", "reasoning": "Hm"},
+        {"reasoning": "m."},
+        {"tool_calls": json.loads(call)},
+        {},
+    ]
+    assert bodies[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert bodies[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+def test_a_resumable_answer_shows_its_tokens_and_one_that_is_continued_has_no_role() -> None:
+    chunks = ChunkWriter("chat", "m", "R1", 1, include_usage=True, is_continued=True, shows_tokens=True)
+
+    bodies = read(chunks.bodies([Piece(0, "a", token_ids=[1]), Piece(0, "b", token_ids=[2, 3]), Piece(0, "", "stop")]))
+
+    assert [body["choices"] for body in bodies] == [
+        [
+            {
+                "index": 0,
+                "delta": {"content": "ab"},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "token_ids": [1, 2, 3],
+            }
+        ]
+    ]
+
+
+def test_what_met_a_stop_is_said_with_the_end() -> None:
+    (body,) = read(writer(include_usage=True).bodies([Piece(0, "a", "stop", stop_reason=b'"END"')]))
+
+    assert body["choices"][0]["stop_reason"] == "END"
+
+
 def test_pieces_that_came_together_are_one_chunk_a_choice() -> None:
     chunks = writer()
 
