@@ -116,6 +116,14 @@ class BridgeMetrics:
         self._queue_wait = labels.series(
             histogram("queue_wait_seconds", "Others' prefills before its own.", *of_class, "decision")
         )
+        self._prefill_tokens = labels.series(
+            counter(
+                "prefill_tokens", "Prompt tokens that the engine computed for requests with a first frame.", *served
+            )
+        )
+        self._prefill_seconds = labels.series(
+            counter("prefill_seconds", "How long it took for them, what decodes beside it included.", *served)
+        )
         self._refusals = counter("dispatches_refused", "Dispatches not taken, by reason.", "reason")
         self._given_back = counter("attempts_given_back", "Accepted, and given back before the first frame.", "error")
         self._broken = counter("attempts_broken", "Begun, and left to the router to end.", "error")
@@ -172,5 +180,8 @@ class BridgeMetrics:
             self._ttft(*of_class, kind).observe(outcome.ttft_ms / 1000)
         if outcome.queue_wait_ms is not None:
             self._queue_wait(*of_class, labels.decision(outcome.decision)).observe(outcome.queue_wait_ms / 1000)
+        if outcome.ttft_ms is not None and outcome.queue_wait_ms is not None and outcome.prefill_tokens is not None:
+            self._prefill_tokens(*self._served).inc(outcome.prefill_tokens)
+            self._prefill_seconds(*self._served).inc(max(0.0, outcome.ttft_ms - outcome.queue_wait_ms) / 1000)
         if outcome.status == "ok":
             self._total(*of_class, kind).observe(outcome.total_ms / 1000)

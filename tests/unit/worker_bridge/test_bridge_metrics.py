@@ -94,6 +94,34 @@ def test_an_engine_that_does_not_say_what_it_reused_adds_nothing_to_either(
     assert of(registry, "ttft_seconds_count", warmth="unknown") == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens", "seconds"),
+    [
+        ({}, 266, 0.12),
+        ({"prefill_tokens": 0}, 0, 0.12),
+        ({"ttft_ms": None}, None, None),
+        ({"queue_wait_ms": None}, None, None),
+        ({"cached_tokens": None, "prefill_tokens": None}, None, None),
+        ({"queue_wait_ms": 151.0}, 266, 0.0),
+    ],
+    ids=["computed", "all cached", "no first frame", "no turn", "not told", "a wait longer than the whole"],
+)
+def test_how_fast_the_engine_computes_is_told_without_what_others_made_a_request_wait(
+    metrics: BridgeMetrics,
+    registry: CollectorRegistry,
+    changes: dict[str, Any],
+    tokens: int | None,
+    seconds: float | None,
+) -> None:
+    served = {name: value for name, value in OF_CLASS.items() if name != "prefix_class"}
+
+    metrics.ended(outcome(**changes))
+
+    assert registry.get_sample_value("prefixbus_bridge_prefill_tokens_total", served) == tokens
+    found = registry.get_sample_value("prefixbus_bridge_prefill_seconds_total", served)
+    assert found == (None if seconds is None else pytest.approx(seconds))
+
+
 def test_a_cancelled_one_has_no_end_to_end_time(metrics: BridgeMetrics, registry: CollectorRegistry) -> None:
     metrics.ended(outcome(status="cancelled", error="cancelled", cached_tokens=None, ttft_ms=None))
 
