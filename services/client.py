@@ -9,16 +9,21 @@ Core NATS is at most once: a hop that dies before acceptance takes the request w
 keep-alive comes; then, and only then, the request is sent again (`resend_after_s`). A cancel can be lost as well: it is
 sent again when frames of its request still come.
 
-Owns: one inbox.   Must not know: what answers.   Source: DESIGN section 2."""
+An answer whose worker is lost ends with `WorkerLost`. With `resume=True` it goes on instead: the request is sent again
+with the tokens that came so far, another worker takes them as part of the prompt, and the caller notices a pause. That
+needs answers of which every token is known (see `_SoFar`).
+
+Owns: one inbox.   Must not know: what answers.   Source: DESIGN sections 2 and 6."""
 
 import asyncio
 import contextlib
 import secrets
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import orjson
@@ -36,16 +41,26 @@ RETRY_EVERY_S = 0.25
 CANCEL_AGAIN_S = 1.0
 # Cancelled requests whose end has not been heard yet; the oldest are given up.
 CANCELS_KEPT = 1024
+# A reader that is so far behind the answer is given up; the longest answers have about 2 MB of frames.
+BUFFER_BYTES = 8 * 1024 * 1024
+# What a waiting frame takes besides its body, about.
+FRAME_OVERHEAD_BYTES = 1024
+# Of one answer.
+MAX_RESUMES = 3
+# A field of bodies, ours: the caller may want to resume the answer, or does, after `{"token_ids": [...]}`.
+RESUME_FIELD = "resume"
 # A message for a stream, or why none will come.
 Heard = Msg | errors.PrefixbusError
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One response message. `seq` is None for a keep-alive; `chunk` is the OpenAI chunk object."""
+    """One response message. `seq` is None for a keep-alive; `chunk` is the OpenAI chunk object. `headers` are the
+    message's."""
 
     seq: int | None
     attempt: int
     chunk: dict[str, Any]
+    headers: Mapping[str, str] = {}
 
 
 class StreamGap(errors.PrefixbusError):
@@ -68,6 +83,13 @@ class Silence(errors.Unavailable):
     retryable = False
 
 
+class SlowReader(errors.PrefixbusError):
+    """The answer came much faster than it was read."""
+
+    code = "slow_reader"
+    status = 408
+
+
 class Client:
     """A tenant's connection. One inbox serves all its requests."""
 
@@ -76,7 +98,10 @@ class Client:
         self._tenant = tenant
         self._scope = scope
         self._streams: dict[str, _Stream] = {}
+        self._calls: dict[str, _Call] = {}
         self._cancelled_at: dict[str, float] = {}
+        self.resumed = 0
+        """Answers that went on at another worker, or waited for one."""
 
     @classmethod
     async def connect(
@@ -116,7 +141,7 @@ class Client:
                 ),
             ) from exc
         try:
-            await client._bus.subscribe(f"{inbox}.s.*", client._hear)
+            await client._bus.listen(f"{inbox}.s.*", client._hear)
         except errors.BusPermissionDenied as exc:
             await client.close()
             raise errors.BusPermissionDenied(
@@ -137,87 +162,144 @@ class Client:
     async def close(self) -> None:
         await self._bus.close()
 
+    @property
+    def connected(self) -> bool:
+        """Whether the server is there and answers; what is sent meanwhile waits for it."""
+        return self._bus.connected
+
     async def stream(
         self,
         model: str,
         body: dict[str, Any],
         *,
         request_id: str = "",
+        scope: str | None = None,
         deadline_s: float = 120.0,
         prefix_class: str = "",
+        traceparent: str = "",
         resend_after_s: float = RESEND_AFTER_S,
-    ) -> AsyncIterator[Frame]:
+        resume: bool = False,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> AsyncGenerator[Frame, None]:
         """The answer's frames in order, keep-alives included; ends after the last one.
 
-        A stream left early is cancelled at the worker.
+        A stream left early is cancelled at the worker. With `resume` a lost worker is replaced where that is possible
+        (`_SoFar`); frames are numbered on, under the first one's id. `scope` stands for the client's own.
 
         :raises PrefixbusError: the error that the stream ended with; StreamGap or Silence for one that never ended
-        right.   :raises BusPermissionDenied: the token does not allow this tenant or scope."""
+        right; SlowReader for one of which more than `buffer_bytes` waited here.   :raises BusPermissionDenied: the
+        token does not allow this tenant or scope."""
         request_id = request_id or secrets.token_hex(12)
-        deadline = time.monotonic() + deadline_s
-        headers = {
-            subjects.HEADER_REQUEST_ID: request_id,
-            subjects.HEADER_DEADLINE: f"{time.time() + deadline_s:.3f}",
-        }
+        headers = {subjects.HEADER_DEADLINE: f"{time.time() + deadline_s:.3f}"}
         if prefix_class:
             headers[subjects.HEADER_PREFIX_CLASS] = prefix_class
-        payload = orjson.dumps(body)
+        if traceparent:
+            headers[subjects.HEADER_TRACEPARENT] = traceparent
         # An earlier request of that id is not meant any more.
         self._cancelled_at.pop(request_id, None)
-        subject = subjects.infer(self._tenant, model, self._scope)
+        scope = self._scope if scope is None else scope
+        call = _Call(
+            subject=subjects.infer(self._tenant, model, scope),
+            scope=scope,
+            request_id=request_id,
+            headers=headers,
+            deadline=time.monotonic() + deadline_s,
+            silence_s=min(resend_after_s, deadline_s),
+            buffer_bytes=buffer_bytes,
+        )
+        so_far = _SoFar(body) if resume else None
+        self._calls[request_id] = call
         ended = False
-        token = ""
-        sends = sending = 0
-        give_up_at = min(deadline, time.monotonic() + UNREACHABLE_FOR_S)
         try:
-            while sends < MAX_SENDS:
-                # A token of its own for each sending: late frames of the one before are not heard.
-                self._streams.pop(token, None)
-                token = secrets.token_hex(8)
-                inbox: asyncio.Queue[Heard] = asyncio.Queue()
-                self._streams[token] = _Stream(subject, inbox)
-                reader = _Reader(inbox, min(resend_after_s, deadline_s), deadline)
-                sending += 1
-                headers[subjects.HEADER_SENDING] = str(sending)
+            while True:
+                payload = orjson.dumps(body if so_far is None else so_far.body())
                 try:
-                    self._bus.send(subject, payload, reply=f"{self._bus.inbox_prefix}.s.{token}", headers=headers)
-                    async for frame in reader:
-                        yield frame
+                    async with contextlib.aclosing(self._answer(call, payload)) as frames:
+                        async for frame in frames:
+                            yield frame if so_far is None else so_far.taken(frame)
                     ended = True
                     return
-                except Silence:
-                    sends += 1
-                    if reader.heard_anything or time.monotonic() >= deadline:
-                        raise
-                except (errors.BusUnavailable, NobodyListens):
-                    # Nobody has it: it is sent again as soon as somebody could.
-                    if time.monotonic() >= give_up_at:
-                        ended = True
-                        raise
-                    await asyncio.sleep(RETRY_EVERY_S)
                 except errors.PrefixbusError as exc:
-                    ended = not isinstance(exc, StreamGap)
-                    raise
-            raise Silence(
-                f"No answer: sent {MAX_SENDS} times, and nothing came back within {resend_after_s:g} s.",
-                remedy="See which process does not run: prefixbus status.",
-            )
+                    ended = not isinstance(exc, StreamGap | Silence | SlowReader)
+                    pause_s = None if so_far is None else so_far.goes_on_after(exc, time.monotonic())
+                    if so_far is None or pause_s is None:
+                        raise
+                    if so_far.finished:
+                        if (last := so_far.last_frame()) is not None:
+                            yield last
+                        return
+                    if not ended:
+                        self._give_up(call)
+                    # A request of its own: a cancel of the one before, which may still be somewhere, does not mean it.
+                    call.go_on()
+                    self.resumed += 1
+                    ended = False
+                    await asyncio.sleep(pause_s)
         finally:
-            self._streams.pop(token, None)
+            if self._calls.get(request_id) is call:
+                del self._calls[request_id]
             if not ended:
-                # Over a bus that is cut, the worker notices by itself that nobody listens.
-                with contextlib.suppress(errors.BusUnavailable):
-                    await self.cancel(request_id)
+                self._give_up(call)
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request of this tenant, wherever it is. Says nothing about whether there was one."""
-        await self._bus.publish(subjects.cancel(self._tenant, request_id))
+        """Stops a request of this tenant, wherever it is. Says nothing about whether there was one.
+
+        :raises BusUnavailable: it could not be sent."""
+        call = self._calls.get(request_id)
+        self._cancel(request_id if call is None else call.label)
+
+    def _give_up(self, call: "_Call") -> None:
+        # Over a bus that is cut, the worker notices by itself that nobody listens.
+        with contextlib.suppress(errors.BusUnavailable):
+            self._cancel(call.label)
+
+    def _cancel(self, request_id: str) -> None:
+        self._bus.send(subjects.cancel(self._tenant, request_id))
         self._cancelled_at.pop(request_id, None)
         self._cancelled_at[request_id] = time.monotonic()
         if len(self._cancelled_at) > CANCELS_KEPT:
             del self._cancelled_at[next(iter(self._cancelled_at))]
 
-    async def _cancel_again(self, headers: dict[str, str]) -> None:
+    async def _answer(self, call: "_Call", payload: bytes) -> AsyncGenerator[Frame, None]:
+        """Sends until it is heard of, and reads to the end."""
+        sends = 0
+        give_up_at = min(call.deadline, time.monotonic() + UNREACHABLE_FOR_S)
+        while sends < MAX_SENDS:
+            # A token of its own for each sending: late frames of the one before are not heard.
+            token = secrets.token_hex(8)
+            stream = self._streams[token] = _Stream(call)
+            reader = _Reader(stream, call.silence_s, call.deadline)
+            reply = f"{self._bus.inbox_prefix}.s.{token}"
+            try:
+                self._bus.send(call.subject, payload, reply=reply, headers=call.headers())
+                async for frame in reader:
+                    yield frame
+                return
+            except Silence:
+                sends += 1
+                if reader.heard_anything or time.monotonic() >= call.deadline:
+                    raise
+            except (errors.BusUnavailable, NobodyListens):
+                # Nobody has it: it is sent again as soon as somebody could.
+                if time.monotonic() >= give_up_at:
+                    raise
+                await asyncio.sleep(RETRY_EVERY_S)
+            finally:
+                self._streams.pop(token, None)
+        raise Silence(
+            f"No answer: sent {MAX_SENDS} times, and nothing came back within {call.silence_s:g} s.",
+            remedy="See which process does not run: prefixbus status.",
+        )
+
+    def _hear(self, message: Msg) -> None:
+        if self._cancelled_at:
+            self._cancel_again(message.headers or {})
+        stream = self._streams.get(message.subject.rsplit(".", 1)[1])
+        if stream is not None and not stream.put(message):
+            # Nobody knows when its reader will look again.
+            self._give_up(stream.call)
+
+    def _cancel_again(self, headers: dict[str, str]) -> None:
         request_id = headers.get(subjects.HEADER_REQUEST_ID, "")
         cancelled_at = self._cancelled_at.get(request_id)
         if cancelled_at is None:
@@ -226,14 +308,7 @@ class Client:
             del self._cancelled_at[request_id]
         elif time.monotonic() - cancelled_at >= CANCEL_AGAIN_S:
             with contextlib.suppress(errors.BusUnavailable):
-                await self.cancel(request_id)
-
-    async def _hear(self, message: Msg) -> None:
-        if self._cancelled_at:
-            await self._cancel_again(message.headers or {})
-        stream = self._streams.get(message.subject.rsplit(".", 1)[1])
-        if stream is not None:
-            stream.inbox.put_nowait(message)
+                self._cancel(request_id)
 
     def _bus_event(self, kind: str, detail: str) -> None:
         """A request that the server denied would wait for frames that cannot come: tells those who wait for them.
@@ -243,13 +318,13 @@ class Client:
         if kind != "denied" or "publish to" not in detail:
             return
         for stream in self._streams.values():
-            if f'"{stream.subject.lower()}"' in detail.lower():
-                stream.inbox.put_nowait(self._denial())
+            if f'"{stream.call.subject.lower()}"' in detail.lower():
+                stream.fail(self._denial(stream.call.scope))
 
-    def _denial(self) -> errors.BusPermissionDenied:
-        if self._scope:
+    def _denial(self, scope: str) -> errors.BusPermissionDenied:
+        if scope:
             return errors.BusPermissionDenied(
-                f"this token may not use scope {self._scope} of tenant {self._tenant}.",
+                f"this token may not use scope {scope} of tenant {self._tenant}.",
                 remedy="Name a scope that the credential lists.",
             )
         return errors.BusPermissionDenied(
@@ -258,18 +333,169 @@ class Client:
         )
 
 
-class _Stream(NamedTuple):
-    """One sending that waits for its frames."""
+class _SoFar:
+    """What has come of an answer that may be resumed, and how to ask for the rest.
 
-    subject: str
-    inbox: "asyncio.Queue[Heard]"
+    Frames carry the ids of the tokens that their text was made of, or the answer cannot be resumed: of several choices,
+    with a grammar or a parser behind it, there is more to an answer than its tokens."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body = body
+        options = body.get("stream_options")
+        self._wants_usage = not isinstance(options, dict) or options.get("include_usage") is not False
+        self._ids: list[int] = []
+        self._is_known = True
+        self._is_heard = False
+        self._resumes = 0
+        self._give_up_at = 0.0
+        self._head: dict[str, Any] = {}
+        self._prompt_tokens: int | None = None
+        self._frames = 0
+        self._has_usage = False
+        self.finished = False
+
+    def body(self) -> dict[str, Any]:
+        return {**self._body, RESUME_FIELD: {"token_ids": self._ids} if self._ids else {}}
+
+    def taken(self, frame: Frame) -> Frame:
+        """The frame as the caller sees it."""
+        chunk = frame.chunk
+        self._is_heard = True
+        if not self._head and frame.seq is not None:
+            self._head = {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
+            prompt_tokens = frame.headers.get(subjects.HEADER_PROMPT_TOKENS, "")
+            self._prompt_tokens = int(prompt_tokens) if prompt_tokens.isdecimal() else None
+        chunk.update(self._head)
+        for choice in chunk["choices"]:
+            self._follow(choice)
+        self._has_usage = self._has_usage or bool(chunk.get("usage"))
+        if frame.seq is None:
+            return frame
+        self._frames += 1
+        return Frame(self._frames - 1, frame.attempt, chunk, frame.headers)
+
+    def goes_on_after(self, error: errors.PrefixbusError, now: float) -> float | None:
+        """In how many seconds the rest is to be asked for; None if the answer ends here."""
+        is_broken = isinstance(error, errors.WorkerLost | StreamGap)
+        if isinstance(error, Silence):
+            is_broken = self._is_heard
+        elif isinstance(error, errors.EngineFailed):
+            is_broken = self._frames > 0
+        if is_broken and (self.finished or (self._is_known and self._resumes < MAX_RESUMES)):
+            self._resumes += 1
+            self._is_heard = False
+            self._give_up_at = now + UNREACHABLE_FOR_S
+            return 0.0
+        # Those who would take the rest may be full, or not yet be there.
+        if isinstance(error, errors.Unavailable) and error.retryable and self._resumes and now < self._give_up_at:
+            return max(RETRY_EVERY_S, min(error.retry_after_s or 0.0, UNREACHABLE_FOR_S / 4))
+        return None
+
+    def last_frame(self) -> Frame | None:
+        """Of a finished answer whose usage was lost; what of it came from a cache is not known."""
+        if self._has_usage or not self._wants_usage or self._prompt_tokens is None:
+            return None
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": len(self._ids),
+            "total_tokens": self._prompt_tokens + len(self._ids),
+        }
+        return Frame(self._frames, 1, {**self._head, "choices": [], "usage": usage})
+
+    def _follow(self, choice: dict[str, Any]) -> None:
+        ids = choice.pop("token_ids", None)
+        delta = choice.get("delta")
+        says = choice.get("text") if delta is None else any(delta[name] for name in delta.keys() - {"role"})
+        if says and ids is None:
+            self._is_known = False
+        self._ids += ids or ()
+        self.finished = self.finished or bool(choice.get("finish_reason"))
+
+
+class _Call:
+    """One request of the caller's. On the bus it is one for each time that it is resumed, and is sent until it is
+    heard of."""
+
+    def __init__(
+        self,
+        *,
+        subject: str,
+        scope: str,
+        request_id: str,
+        headers: dict[str, str],
+        deadline: float,
+        silence_s: float,
+        buffer_bytes: int,
+    ) -> None:
+        self.subject = subject
+        self.scope = scope
+        self.label = self._request_id = request_id
+        self._headers = headers
+        self._sendings = 0
+        self._resumes = 0
+        self.deadline = deadline
+        self.silence_s = silence_s
+        self.buffer_bytes = buffer_bytes
+
+    def go_on(self) -> None:
+        self._resumes += 1
+        self._sendings = 0
+        # Such a name may have 64 characters.
+        self.label = f"{self._request_id[:60]}-r{self._resumes}"
+
+    def headers(self) -> dict[str, str]:
+        """Of the next sending."""
+        self._sendings += 1
+        return {
+            **self._headers,
+            subjects.HEADER_REQUEST_ID: self.label,
+            subjects.HEADER_SENDING: str(self._sendings),
+        }
+
+
+class _Stream:
+    """One sending that waits for its frames, and those that wait for its reader."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+        self._room_bytes = call.buffer_bytes
+        self._waiting: deque[Heard] = deque()
+        self._news = asyncio.Event()
+        self._is_over = False
+
+    def put(self, message: Msg) -> bool:
+        """Whether there was room; False is said once, and all that waited is dropped."""
+        if self._is_over:
+            return True
+        self._room_bytes -= len(message.data) + FRAME_OVERHEAD_BYTES
+        if self._room_bytes < 0:
+            self._waiting.clear()
+            self.fail(SlowReader())
+            return False
+        self._waiting.append(message)
+        self._news.set()
+        return True
+
+    def fail(self, error: errors.PrefixbusError) -> None:
+        self._is_over = True
+        self._waiting.append(error)
+        self._news.set()
+
+    async def get(self) -> Heard:
+        while not self._waiting:
+            self._news.clear()
+            await self._news.wait()
+        heard = self._waiting.popleft()
+        if isinstance(heard, Msg):
+            self._room_bytes += len(heard.data) + FRAME_OVERHEAD_BYTES
+        return heard
 
 
 class _Reader:
     """Frames of one sending, checked as they come."""
 
-    def __init__(self, inbox: "asyncio.Queue[Heard]", silence_s: float, deadline: float) -> None:
-        self._inbox = inbox
+    def __init__(self, stream: _Stream, silence_s: float, deadline: float) -> None:
+        self._stream = stream
         self._silence_s = silence_s
         self._deadline = deadline
         self._next_seq = 0
@@ -290,13 +516,13 @@ class _Reader:
             attempt = int(headers.get(subjects.HEADER_ATTEMPT, "1"))
             if seq is not None:
                 self._check_order(int(seq), attempt)
-            yield Frame(int(seq) if seq is not None else None, attempt, orjson.loads(message.data))
+            yield Frame(int(seq) if seq is not None else None, attempt, orjson.loads(message.data), headers)
 
     async def _next(self) -> Msg:
         wait = min(self._silence_s, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(max(wait, 0)):
-                heard = await self._inbox.get()
+                heard = await self._stream.get()
         except TimeoutError:
             if time.monotonic() >= self._deadline:
                 raise errors.DeadlineExceeded() from None
@@ -319,7 +545,10 @@ class _Reader:
     def _check_end(self, headers: dict[str, str]) -> None:
         code = headers.get(subjects.HEADER_ERROR)
         if code is not None:
-            raise errors.by_code(code)(headers.get(subjects.HEADER_SERVICE_ERROR, code))
+            error = errors.by_code(code)(headers.get(subjects.HEADER_SERVICE_ERROR, code))
+            if (retry_after := headers.get("Retry-After", "")).isdecimal():
+                error.retry_after_s = float(retry_after)
+            raise error
         frames = int(headers.get(subjects.HEADER_SEQ, self._next_seq))
         if frames != self._next_seq:
             raise StreamGap(f"The answer has {frames} frames; {self._next_seq} came.")
