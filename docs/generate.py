@@ -21,6 +21,7 @@ from prefixbus.bus.clock import RealClock
 from prefixbus.bus.errors import PrefixbusError
 from prefixbus.bus.runtime import Runtime
 from prefixbus.directory import metrics as directory
+from prefixbus.gateway import metrics as gateway
 from prefixbus.lab.rules import RULES
 from prefixbus.router import metrics as router
 from prefixbus.router import policy
@@ -114,7 +115,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     def zeros(*names: dict[str, str]) -> dict[str, Callable[[], float]]:
         return {name: lambda: 0.0 for texts in names for name in texts}
 
-    owners = "tokenizer", "router", "directory", "worker_bridge", "auditor", "callout"
+    owners = "tokenizer", "router", "directory", "worker_bridge", "auditor", "callout", "gateway"
     found = {owner: CollectorRegistry() for owner in owners}
     tokenizer.Metrics(found["tokenizer"])
     router.Metrics(found["router"], ())
@@ -126,6 +127,8 @@ def _registries() -> dict[str, CollectorRegistry]:
     of_bridge.watch(zeros(bridge.GAUGES, bridge.COUNTERS), Evictions())
     AuditMetrics(found["auditor"], lambda: 0.0)
     CalloutMetrics(found["callout"])
+    of_gateway = gateway.GatewayMetrics(found["gateway"])
+    of_gateway.watch(zeros(gateway.GAUGES, gateway.COUNTERS))
     return {"every service": Runtime("", "", Path(), config.Config(), RealClock()).registry, **found}
 
 

@@ -76,6 +76,7 @@ SERVICES = {
     "router": ".router.service",
     "auditor": ".auditor.service",
     "callout": ".auditor.callout_service",
+    "gateway": ".gateway.service",
     "worker_bridge": ".worker_bridge.service",
 }
 INTERRUPTED = 130

@@ -192,6 +192,29 @@ class PlacementSection(Section, frozen=True):
     tokens_bytes_per_tenant: Annotated[int, Meta(ge=0)] = 16 * 1024 * 1024
 
 
+class GatewaySection(Section, frozen=True):
+    """The OpenAI-compatible HTTP interface. With a certificate in [tls] it speaks TLS alone, as every other port."""
+
+    host: str = "127.0.0.1"
+    # Copies on one machine share it.
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    # API keys in use at once: each is a connection to the bus, closed when it was idle for `idle_s`. A quarter of them
+    # may be one tenant's.
+    max_keys: _Positive = 256
+    idle_s: _PositiveMs = 60.0
+    # Requests of one key in progress; more are refused with 429.
+    max_requests_per_key: _Positive = 256
+    # The body of a request must be here by then, and a client take what is written to it. Deadlines and the largest
+    # body are those of [limits].
+    read_timeout_s: _PositiveMs = 30.0
+    write_timeout_s: _PositiveMs = 60.0
+    # A stream whose first token is not there by then gets its headers, and comments: proxies often give up after 60 s.
+    # Until then an error has its HTTP status; after it, it is an event in the stream.
+    headers_after_s: _PositiveMs = 15.0
+    # What may wait for one slow reader; over it its request is cancelled.
+    buffer_bytes: _Positive = 1024 * 1024
+
+
 class CaptureSection(Section, frozen=True):
     """Whose requests are kept as they came, prompts and all, for `prefixbus replay --resend`; by default nobody's.
 
@@ -224,6 +247,7 @@ class Config(Section, frozen=True):
     router: RouterSection = RouterSection()
     bridge: BridgeSection = BridgeSection()
     placement: PlacementSection = PlacementSection()
+    gateway: GatewaySection = GatewaySection()
     policy: PolicySection = PolicySection()
     capture: CaptureSection = CaptureSection()
 

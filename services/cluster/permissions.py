@@ -120,7 +120,17 @@ def _provision(stream: str) -> tuple[str, ...]:
 
 def service_roles() -> tuple[Access, ...]:
     """The roles with one key each. Worker bridges have one key per worker: see `worker_bridge`."""
-    return (_tokenizer(), _router(), _directory(), _auditor(), _callout(), _operator(), _deploy(), _sys())
+    return (
+        _tokenizer(),
+        _router(),
+        _directory(),
+        _auditor(),
+        _callout(),
+        _gateway(),
+        _operator(),
+        _deploy(),
+        _sys(),
+    )
 
 
 def worker_bridge(worker: str) -> Access:
@@ -253,6 +263,15 @@ def _callout() -> Access:
         subscribe=("$SYS.REQ.USER.AUTH callout", "_SVC.callout.>", _SRV),
         publish=(),
         answers_server=True,
+    )
+
+
+def _gateway() -> Access:
+    return Access(
+        role="gateway",
+        purpose="says that it is there; what it does for callers it does with their own credentials",
+        subscribe=("_SVC.gateway.>", _SRV),
+        publish=("_SVC.operator.>",),
     )
 
 

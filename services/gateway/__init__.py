@@ -1,0 +1,1 @@
+"""The other end of the bus: OpenAI's HTTP interface, for clients that know nothing of NATS."""

@@ -1,0 +1,370 @@
+# ruff: noqa: TID251 - the shell: it serves HTTP
+"""The gateway's shell: OpenAI's HTTP interface on one side, the caller's own connection to the bus on the other.
+
+    before a body is read     the API key is shown to the bus; a stranger's bytes are not kept
+    before the first chunk    nothing is answered, so that whatever goes wrong has its HTTP status; a client that waits
+                              longer than `headers_after_s` gets headers and comments, and errors as events then
+    the client goes away      the handler is cancelled wherever it is, which ends the stream, which cancels the request
+    a worker is lost          the client of the bus goes on with another (client.py)
+    a slow reader             waits alone: frames wait for it within `buffer_bytes`, a write within `write_timeout_s`
+
+Owns: the endpoints.   Must not know: how answers come about, which keys there are."""
+
+import asyncio
+import contextlib
+import math
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import anyio
+import orjson
+from aiohttp import web
+
+from ..bus import subjects, tls
+from ..bus.config import Config, asked_name
+from ..bus.errors import BadRequest, HeadersTooLarge, InvalidJson, PrefixbusError, TooLarge, UnknownModel
+from ..bus.runtime import DRAIN_S, Runtime
+from ..client import Client, Frame
+from . import answers, faults, keys
+from .answers import Whole
+from .metrics import GatewayMetrics
+from .pool import Pool
+
+SERVICE = "gateway"
+# What is served, as `METHOD path` below the base URL; also what a caller of something else is told.
+SERVED = ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /v1/models/{model}")
+# Below this, or below `/scopes/<scope>`, with which a request is one of that permission scope.
+_SCOPED = "/scopes/{scope}"
+_SECRET_BYTES = 32
+# Ids on the bus have 64 characters at most; a caller's own makes the beginning of one.
+_LABEL_CHARS = 44
+# Answers in progress when the process is told to end have a little less than the process itself.
+_SHUTDOWN_S = DRAIN_S - 2.0
+_GONE = 499
+
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # nginx holds answers back otherwise.
+    "X-Accel-Buffering": "no",
+}
+# Of the first chunk's headers; bridges name their worker only where the operator allows it.
+_TOLD = (subjects.HEADER_DECISION, subjects.HEADER_PREDICTED_TOKENS, subjects.HEADER_WORKER)
+_DONE = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """The endpoints. `pool` has the callers' connections."""
+
+    def __init__(self, rt: Runtime, pool: Pool, metrics: GatewayMetrics) -> None:
+        self._rt = rt
+        self._settings = rt.config.gateway
+        self._pool = pool
+        self._metrics = metrics
+        self._models = models_of(rt.config, int(rt.clock.wall()))
+        self._in_hand = 0
+        metrics.watch(
+            {
+                "in_hand": lambda: self._in_hand,
+                "connections": lambda: pool.connections,
+                "resumed": lambda: pool.resumed,
+            }
+        )
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._edge], client_max_size=self._rt.config.limits.max_body_bytes)
+        for base in ("/v1", f"{_SCOPED}/v1"):
+            app.router.add_post(f"{base}/chat/completions", self.chat)
+            app.router.add_post(f"{base}/completions", self.completions)
+            app.router.add_get(f"{base}/models", self.models)
+            app.router.add_get(base + "/models/{model:.+}", self.model)
+        app.router.add_get("/health", self.health)
+        return app
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._infer(http, is_chat=True)
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._infer(http, is_chat=False)
+
+    async def models(self, http: web.Request) -> web.StreamResponse:
+        async with self._client_of(http):
+            return _json({"object": "list", "data": list(self._models.values())})
+
+    async def model(self, http: web.Request) -> web.StreamResponse:
+        name = http.match_info["model"]
+        async with self._client_of(http):
+            if name not in self._models:
+                raise UnknownModel(f"The model {name[:80]!r} does not exist.")
+            return _json(self._models[name])
+
+    async def health(self, http: web.Request) -> web.StreamResponse:
+        """For load balancers in front of several gateways."""
+        reason = self._rt.not_ready_because()
+        return web.Response(status=503 if reason else 200, text=(reason or "ok") + "\n")
+
+    @web.middleware
+    async def _edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every answer has the request's id and is counted; whatever goes wrong is said in OpenAI's form."""
+        http = request
+        http["id"] = request_id(http.headers.get("X-Request-Id", ""))
+        http["at"] = self._rt.clock.now()
+        status = _GONE
+        self._in_hand += 1
+        try:
+            answer = await self._answered(http, handler)
+            status = answer.status
+            return answer
+        finally:
+            self._in_hand -= 1
+            self._metrics.requests.labels(_endpoint(http), str(status)).inc()
+
+    async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            answer = await handler(http)
+        except PrefixbusError as exc:
+            answer = _fault(exc)
+        except web.HTTPException as exc:
+            answer = _fault(_of_http(exc, http))
+            if isinstance(exc, web.HTTPMethodNotAllowed):
+                answer.headers["Allow"] = exc.headers["Allow"]
+        except ConnectionError:
+            # It went away while it was written to.
+            raise
+        except Exception as exc:  # the edge: one request's failure is not the service's
+            self._rt.caught(exc, "a request failed", request_id=http["id"])
+            answer = _fault(PrefixbusError())
+        if not answer.prepared:
+            answer.headers["X-Request-Id"] = http["id"]
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _client_of(self, http: web.Request) -> AsyncIterator[Client]:
+        async with self._pool.client(keys.parse(http.headers.get("Authorization", ""))) as client:
+            yield client
+
+    async def _infer(self, http: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        scope = http.match_info.get("scope", "")
+        if scope:
+            subjects.token(scope, "scope")
+        async with self._client_of(http) as client:
+            body = await self._body(http, is_chat=is_chat)
+            options = body.pop("stream_options", None)
+            include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            is_streamed = bool(body.pop("stream", False))
+            body["stream_options"] = {"include_usage": True}
+            frames = client.stream(
+                str(body["model"]),
+                body,
+                request_id=http["id"],
+                scope=scope,
+                deadline_s=self._deadline_s(http),
+                prefix_class=http.headers.get(subjects.HEADER_PREFIX_CLASS, ""),
+                traceparent=http.headers.get(subjects.HEADER_TRACEPARENT, ""),
+                resume=True,
+                buffer_bytes=self._settings.buffer_bytes,
+            )
+            async with contextlib.aclosing(frames):
+                if is_streamed:
+                    return await self._stream(http, frames, include_usage=include_usage)
+                return await self._whole(http, frames, is_chat=is_chat)
+
+    async def _body(self, http: web.Request, *, is_chat: bool) -> dict[str, Any]:
+        """:raises InvalidJson, BadRequest: it is no request of this endpoint; the rest is checked by the tokenizer."""
+        limit = self._rt.config.limits.max_body_bytes
+        if (http.content_length or 0) > limit:
+            raise _too_large(limit)
+        try:
+            async with asyncio.timeout(self._settings.read_timeout_s):
+                data = await http.read()
+        except TimeoutError:
+            raise faults.TooSlow from None
+        try:
+            body = orjson.loads(data)
+        except orjson.JSONDecodeError as exc:
+            raise InvalidJson(f"is not JSON: {exc}.", field="body", remedy="Send one JSON object in UTF-8.") from exc
+        if not isinstance(body, dict):
+            raise InvalidJson("is no object.", field="body", remedy="Send one JSON object.")
+        if not isinstance(body.get("model"), str) or not body["model"]:
+            raise BadRequest("is missing.", field="model", remedy="Name a model of /v1/models.")
+        needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
+        if body.get(needed) is None:
+            raise BadRequest("is missing.", field=needed, remedy=f"{http.path} takes {needed}.")
+        if body.get(other) is not None:
+            raise BadRequest("does not belong here.", field=other, remedy=f"{http.path} takes {needed}.")
+        return body
+
+    def _deadline_s(self, http: web.Request) -> float:
+        """:raises BadRequest: the caller's deadline is none."""
+        text = http.headers.get(subjects.HEADER_DEADLINE, "")
+        if not text:
+            return self._rt.config.limits.default_deadline_s
+        try:
+            left_s = float(text) - self._rt.clock.wall()
+        except ValueError:
+            left_s = math.nan
+        if not math.isfinite(left_s):
+            raise BadRequest(f"{text[:40]!r} is no time.", field=subjects.HEADER_DEADLINE, remedy="Give Unix seconds.")
+        return left_s
+
+    async def _whole(self, http: web.Request, frames: AsyncIterator[Frame], *, is_chat: bool) -> web.StreamResponse:
+        whole, headers = Whole(is_chat=is_chat), {}
+        async for frame in frames:
+            if frame.seq is None:
+                continue
+            if not frame.seq:
+                headers = self._began(http, frame)
+            whole.add(frame.chunk)
+        details = (whole.usage or {}).get("prompt_tokens_details") or {}
+        if details.get("cached_tokens") is not None:
+            headers["Pb-Cached-Tokens"] = str(details["cached_tokens"])
+        return _json(whole.body(), headers)
+
+    async def _stream(
+        self, http: web.Request, frames: AsyncIterator[Frame], *, include_usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**_SSE_HEADERS, "X-Request-Id": http["id"]})
+        try:
+            async for frame in frames:
+                if frame.seq is None:
+                    if response.prepared or self._rt.clock.now() - http["at"] >= self._settings.headers_after_s:
+                        await self._write(http, response, _COMMENT)
+                    continue
+                if not frame.seq:
+                    began = self._began(http, frame)
+                    if not response.prepared:
+                        response.headers.update(began)
+                chunk = answers.streamed(frame.chunk, include_usage=include_usage)
+                if chunk is not None:
+                    await self._write(http, response, b"data: " + orjson.dumps(chunk) + b"\n\n")
+        except PrefixbusError as exc:
+            if not response.prepared:
+                raise
+            self._metrics.failed_streams.labels(exc.code).inc()
+            await self._write(http, response, b"data: " + faults.body(exc) + b"\n\n")
+        else:
+            await self._write(http, response, _DONE)
+        return response
+
+    async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """:raises ConnectionError: the client is gone, or has not read for too long."""
+        try:
+            async with asyncio.timeout(self._settings.write_timeout_s):
+                if not response.prepared:
+                    await response.prepare(http)
+                await response.write(data)
+        except TimeoutError:
+            if http.transport is not None:
+                http.transport.abort()
+            raise ConnectionResetError("the client does not read") from None
+
+    def _began(self, http: web.Request, frame: Frame) -> dict[str, str]:
+        """Counts the first chunk; what its headers say that the caller may know, as headers of ours."""
+        self._metrics.first_seconds.labels(_endpoint(http)).observe(self._rt.clock.now() - http["at"])
+        return {name: frame.headers[name] for name in _TOLD if name in frame.headers}
+
+
+def models_of(config: Config, created_at: int) -> dict[str, dict[str, Any]]:
+    """OpenAI's objects for what is served, by the name that clients use."""
+    names = [asked_name(model, name) for model, section in config.models.items() for name in ("", *section.adapters)]
+    return {
+        name: {"id": name, "object": "model", "created": created_at, "owned_by": "prefixbus"} for name in sorted(names)
+    }
+
+
+def request_id(asked: str) -> str:
+    """A new id for a request. One that its caller named begins with that name; the rest keeps what is sent twice (by
+    clients that try again) two requests, of which cancelling one does not mean the other."""
+    unique = secrets.token_hex(8)
+    return f"{asked}-{unique}" if subjects.is_token(asked) and len(asked) <= _LABEL_CHARS else unique
+
+
+def _endpoint(http: web.Request) -> str:
+    resource = http.match_info.route.resource
+    path = resource.canonical if resource is not None else ""
+    for name in ("chat", "completions", "models"):
+        if f"/v1/{name}" in path:
+            return name
+    return "other"
+
+
+def _json(content: object, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(content), content_type="application/json", headers=headers)
+
+
+def _fault(error: PrefixbusError) -> web.Response:
+    return web.Response(
+        status=error.status,
+        body=faults.body(error),
+        content_type="application/json",
+        headers=faults.headers(error),
+    )
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"is over the limit of {limit} bytes.", field="body", remedy="Send less.")
+
+
+def _of_http(exc: web.HTTPException, http: web.Request) -> PrefixbusError:
+    """What aiohttp refuses, as an error of ours."""
+    match exc:
+        case web.HTTPRequestEntityTooLarge():
+            return _too_large(http.app._client_max_size)
+        case web.HTTPMethodNotAllowed():
+            return faults.WrongMethod(f"{http.path} takes {exc.headers['Allow']}, not {http.method}.")
+        case web.HTTPNotFound():
+            return faults.NotServed(
+                f"{http.method} {http.path[:200]} is not served.", remedy=f"There is {', '.join(SERVED)}."
+            )
+        case web.HTTPRequestHeaderFieldsTooLarge():
+            return HeadersTooLarge()
+    return BadRequest(f"{exc.reason}.")
+
+
+async def run(rt: Runtime) -> None:
+    """Serves until `rt.stopping`, and ends what it has begun."""
+    settings = rt.config.gateway
+    metrics = GatewayMetrics(rt.registry)
+    async with anyio.create_task_group() as tasks:
+        pool = Pool(
+            rt.config.nats.url,
+            tls.client_context(rt.config.tls, rt.state),
+            clock=rt.clock,
+            tasks=tasks,
+            secret=secrets.token_bytes(_SECRET_BYTES),
+            most=settings.max_keys,
+            most_users=settings.max_requests_per_key,
+            idle_s=settings.idle_s,
+            on_result=lambda result: metrics.keys.labels(result).inc(),
+        )
+        tasks.start_soon(pool.tend)
+        gateway = Gateway(rt, pool, metrics)
+        runner = web.AppRunner(
+            gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+        )
+        await runner.setup()
+        try:
+            await _site(rt, runner).start()
+            rt.log.info("serving %s", url_of(rt.config))
+            rt.ready()
+            await rt.stopping.wait()
+        finally:
+            await runner.cleanup()
+        await pool.close()
+        tasks.cancel_scope.cancel()
+
+
+def _site(rt: Runtime, runner: web.AppRunner) -> web.TCPSite:
+    settings = rt.config.gateway
+    context = tls.server_context(rt.config.tls, rt.state)
+    # Copies share the port, and the kernel gives each of them connections.
+    return web.TCPSite(runner, settings.host, settings.port, ssl_context=context, reuse_port=True, backlog=1024)
+
+
+def url_of(config: Config) -> str:
+    """Where a gateway of this config serves."""
+    return f"{'https' if config.tls.certificate else 'http'}://{config.gateway.host}:{config.gateway.port}"
