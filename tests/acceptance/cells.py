@@ -4,7 +4,6 @@ Owns: what a cell is, how it is run, its name on disk.   Must not know: which ce
 
 import functools
 import hashlib
-import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from prefixbus.lab.workload import Workload
 from prefixbus.router.policy import Policy
 
 OURS = "prefix-aware"
+SERVICES = Path(__file__).resolve().parents[2] / "services"
 
 # Recorded traffic: its file, and the tokens of a block.
 TRACES = {
@@ -75,14 +75,13 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def code_digest() -> str:
-    """Of all that a figure can depend on, which is what this module imports: what was measured with other code is
-    measured again."""
-    imported = {Path(__file__)}
-    for name, module in sys.modules.items():
-        if name.startswith("prefixbus.") and module.__file__:
-            imported.add(Path(module.__file__))
+    """Of all that a figure can depend on: what was measured with other code is measured again."""
+    files = [Path(__file__)]
+    for room in ("bus", "directory", "engine_sim", "lab", "router"):
+        files += (SERVICES / room).glob("*.py")
+    files += (SERVICES / "worker_bridge" / name for name in ("admission.py", "waiting.py"))
     digest = hashlib.sha256()
-    for path in sorted(imported):
+    for path in sorted(files):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

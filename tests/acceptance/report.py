@@ -8,7 +8,11 @@ from prefixbus.lab.spread import Spread
 from .bars import Bar, bars
 from .cells import OURS
 from .compare import Known, difference, figure
+from .holdout import held_out
 from .plan import Table
+
+# What no router can do, or know.
+BOUNDS = ("oracle", "pooled-lru", "infinite")
 
 
 def said(value: Spread | None, name: str) -> str:
@@ -43,16 +47,30 @@ def tables(some: list[Table], measured: Known) -> str:
 
 
 def bar_table(some: list[Bar]) -> str:
-    lines = ["| what | bar | measured | |", "|---|---|---|---|"]
+    lines = ["| what | bar | measured | pooled LRU | |", "|---|---|---|---|---|"]
     for bar in some:
         value = "never ends" if bar.measured is None else f"{bar.measured:.3f}"
+        if bar.chance:
+            value += f" ± {bar.chance:.3f}"
+        bound = "" if bar.bound is None else f"{bar.bound:.3f}"
         sign = ">=" if bar.is_floor else "<="
-        lines.append(f"| {bar.what} | {sign} {bar.limit:g} | {value} | {'holds' if bar.holds else '**fails**'} |")
+        lines.append(f"| {bar.what} | {sign} {bar.limit:g} | {value} | {bound} | {_verdict(bar)} |")
     return "\n".join(lines) + "\n"
 
 
+def _verdict(bar: Bar) -> str:
+    if bar.holds:
+        return "holds"
+    if bar.bound is not None and bar.bound > bar.limit:
+        return "**fails**, and so would the bound"
+    if bar.measured is not None and abs(bar.measured - bar.limit) <= bar.chance:
+        return "**fails**, by less than seeds move it"
+    return "**fails**"
+
+
 def lost_cells(some: list[Table], measured: Known) -> list[str]:
-    """Where another policy is ahead of ours by more than the spread; ablations of ours are not others."""
+    """Where another policy is ahead of ours by more than the spread, with what tells why; ablations of ours and bounds
+    are not others."""
     lines = []
     for one in some:
         columns = dict(one.columns)
@@ -63,11 +81,42 @@ def lost_cells(some: list[Table], measured: Known) -> list[str]:
                 ours = figure(one, row, columns[OURS], name, measured)
                 for other, column in one.columns:
                     theirs = figure(one, row, column, name, measured)
-                    if other == OURS or ours is None or theirs is None or theirs.mean >= ours.mean:
+                    if other.startswith(OURS) or other in BOUNDS or ours is None or theirs is None:
                         continue
-                    if (said_difference := difference(ours, theirs)) != "none":
-                        lines.append(f"| {one.key} | {label} | {name} | {other} | {said_difference} |")
+                    if theirs.mean >= ours.mean or (by := difference(ours, theirs)) == "none":
+                        continue
+                    why = (
+                        f"{said(figure(one, row, columns[OURS], of, measured), of)} / "
+                        f"{said(figure(one, row, column, of, measured), of)}"
+                        for of in ("reuse", "queue")
+                    )
+                    lines.append(f"| {one.key} | {label} | {name} | {other} | {by} | {' | '.join(why)} |")
     return lines
+
+
+def knees(load: Table, measured: Known) -> str:
+    """The last measured load at which a policy's mean is no more than twice that of the lightest."""
+    lines = ["| | " + " | ".join(label for label, _ in load.columns) + " |"]
+    lines.append("|---" * (1 + len(load.columns)) + "|")
+    for traffic in dict.fromkeys(row["traffic"] for _, row in load.rows):
+        rows = [row for _, row in load.rows if row["traffic"] == traffic]
+        cells = []
+        for _, column in load.columns:
+            means = [(row["speed"], figure(load, row, column, "mean", measured)) for row in rows]
+            first = means[0][1]
+            before = [speed for speed, value in means if first and value and value.mean <= 2 * first.mean]
+            cells.append(f"x{max(before):g}" if before else "none")
+        lines.append(f"| {traffic} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def holdout_table(terms: Table, measured: Known) -> str:
+    lines = ["| held out | setting chosen on the others | its mean | as shipped | best of all settings |"]
+    lines.append("|---" * 5 + "|")
+    for one in held_out(terms, measured):
+        values = (said(value, "mean") for value in (one.by_others, one.shipped, one.best))
+        lines.append(f"| {one.row} | {one.chosen} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
 
 
 HEAD = """# Acceptance: the policy on recorded traffic, beside every rule people use instead
@@ -89,11 +138,25 @@ queues in their answers, and announced placements; other routers hand their engi
 """
 
 
+BARS = """Ratios of TTFT unless said; ± is how far the seeds move the ratio. "Pooled LRU" is where one cache of all
+workers' memory with free transfer would be, in place of ours: a bar beyond it no placement reaches.
+"""
+LOST = """Beyond the spread, of all tables below: there ours is not the best choice. The last columns tell why: less
+reuse, or the same reuse and a longer queue. The weight of `overlap` that suits a row best is known only afterwards.
+"""
+KNEE = """The last measured load at which the mean TTFT is no more than twice that of the lightest load.
+"""
+HELD_OUT = """Each trace is held out once: of the settings in the table of terms, the one with the lowest TTFT on the
+other traces (geometric mean) is chosen, and shown on the trace that had no say in it.
+"""
+
+
 def whole(some: list[Table], measured: Known) -> str:
     """docs/acceptance.md."""
     wanted = bars(some, measured)
     held = sum(bar.holds for bar in wanted)
     lost = lost_cells(some, measured)
+    by_key = {one.key: one for one in some}
     parts = [
         HEAD,
         "## The rules\n",
@@ -101,12 +164,20 @@ def whole(some: list[Table], measured: Known) -> str:
         + "\n".join(f"| {ruled(name).label} | {source.description} |" for name, source in RULES.items())
         + "\n",
         f"## The bars: {held} of {len(wanted)} hold\n",
+        BARS,
         bar_table(wanted),
         "## Where another rule is ahead\n",
-        "Beyond the spread, of all tables below: there ours is not the best choice.\n",
-        "| table | row | figure | rule | ours to it |\n|---|---|---|---|---|\n" + "\n".join(lost) + "\n"
+        LOST,
+        "| table | row | figure | rule | ours to it | reuse, ours / its | mean wait in queue, ours / its |\n"
+        + "|---" * 7 + "|\n" + "\n".join(lost) + "\n"
         if lost
         else "Nowhere.\n",
+        "## The knee\n",
+        KNEE,
+        knees(by_key["load"], measured),
+        "## One setting for all traffic\n",
+        HELD_OUT,
+        holdout_table(by_key["terms"], measured),
         "## Pictures\n",
         "\n".join(
             f"![{words}](acceptance/{name}.png)\n"
@@ -118,5 +189,5 @@ def whole(some: list[Table], measured: Known) -> str:
             )
         ),
         tables(some, measured),
-    ]
+    ]  # fmt: skip
     return "\n".join(parts)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from acceptance import bars, compare, plan, plots, report
+from acceptance import bars, compare, holdout, plan, plots, report
 from acceptance.cells import OURS, SCENARIOS, TRACES, Cell, Measured, measure
 
 from prefixbus.lab.figures import Figures
@@ -54,8 +54,8 @@ def test_a_difference_within_the_spread_is_none(ours: list[float], other: list[f
 
 
 def test_bars_hold_by_what_was_measured() -> None:
-    """Ours 100 ms everywhere; every rule 120, but overlap at weight 8 only 101."""
-    known = measured(lambda cell: 100.0 if cell.policy == OURS else 101.0 if cell.policy == "overlap:8" else 120.0)
+    """Ours 100 ms everywhere; every rule 120, but overlap at weight 16 only 101."""
+    known = measured(lambda cell: 100.0 if cell.policy == OURS else 101.0 if cell.policy == "overlap:16" else 120.0)
 
     some = {bar.what: bar for bar in bars.bars(plan.TABLES, known)}
 
@@ -72,7 +72,7 @@ def test_the_report_names_where_another_rule_is_ahead() -> None:
 
     text = report.whole(plan.TABLES, known)
 
-    assert "| published | syn x6 | mean | threshold | +11.1 % |" in text
+    assert "| published | syn x6 | mean | threshold | +11.1 % | " in text
     assert "| published | conv x1 | mean | threshold |" not in text
     assert "**90**" in text
 
@@ -100,3 +100,44 @@ def test_the_pictures_are_drawn_also_where_a_run_never_ended(tmp_path: Path) -> 
 
     drawn = {file.name: file.read_bytes()[:4] for file in tmp_path.iterdir()}
     assert drawn == dict.fromkeys(("ttft-cdf.png", "ttft-load.png", "reuse-cache.png", "ttft-delay.png"), b"\x89PNG")
+
+
+def test_a_setting_is_chosen_by_the_traces_that_it_is_not_shown_on() -> None:
+    """No home is best on tau alone, no externality on conv and syn."""
+
+    def mean(cell: Cell) -> float:
+        if cell.weights == {"home_bonus_ms": 0.0}:
+            return 50.0 if cell.traffic == "tau" else 110.0
+        return 90.0 if cell.weights == {"externality_cap": 0.0} and cell.traffic != "tau" else 100.0
+
+    terms = {table.key: table for table in plan.TABLES}["terms"]
+    shown = {one.row: one for one in holdout.held_out(terms, measured(mean))}
+
+    assert (shown["tau x20"].chosen, shown["syn x6"].chosen) == ("no externality", "no home")
+    last = shown["tau x20"]
+    assert last.by_others and last.shipped and last.best
+    assert (last.by_others.mean, last.shipped.mean, last.best.mean) == (100.0, 100.0, 50.0)
+
+
+def test_the_knee_is_the_last_load_before_ttft_doubles() -> None:
+    load = {table.key: table for table in plan.TABLES}["load"]
+    known = measured(lambda cell: 100.0 * max(1.0, cell.speed - 4 if cell.policy == OURS else cell.speed))
+
+    ours, turns = report.knees(load, known).splitlines()[2].split("|")[2:4]
+
+    assert (ours.strip(), turns.strip()) == ("x6", "x1")
+
+
+@pytest.mark.parametrize(
+    ("bar", "said"),
+    [
+        (bars.Bar("", 0.9, 0.89), "| holds |"),
+        (bars.Bar("", 0.9, 0.95, chance=0.01), "| **fails** |"),
+        (bars.Bar("", 0.9, 0.905, chance=0.01), "by less than seeds move it"),
+        (bars.Bar("", 0.9, 0.95, bound=0.93), "so would the bound"),
+        (bars.Bar("", 0.9, None), "never ends"),
+    ],
+)
+def test_a_bar_that_fails_is_said_to_fail(bar: bars.Bar, said: str) -> None:
+    assert said in report.bar_table([bar])
+    assert bar.holds == (said == "| holds |")
