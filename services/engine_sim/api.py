@@ -1,6 +1,6 @@
-"""The OpenAI-style bodies vLLM takes and gives: requests decoded and checked, errors, answers, stream chunks.
+"""The OpenAI-style bodies vLLM takes: requests decoded and checked, and the errors they get.
 
-Owns: field names, limits, the exact shape of every JSON that leaves.   Must not know: aiohttp, the engine's state.
+Owns: field names, limits, the shape of errors.   Must not know: aiohttp, the engine's state, answers.
 Unknown request fields are ignored, as vLLM does; known ones this engine cannot honour are refused by name."""
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from .sequence import NO_TOKEN
+from . import logprobs
 
 MAX_SALT_CHARS = 128
 _SALT_FORBIDDEN = frozenset("@/\\\0")
@@ -41,6 +41,20 @@ class NotFound(ApiError):
     kind = "NotFoundError"
 
 
+class CoreFailed(ApiError):
+    """What vLLM says when its core has failed."""
+
+    status = 500
+    kind = "InternalServerError"
+
+
+class Full(ApiError):
+    """What vLLM says when its queue is at its bound."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -58,7 +72,6 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     n: int | None = 1
     best_of: int | None = None
-    logprobs: int | bool | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = False
     cache_salt: str | None = None
@@ -73,6 +86,10 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
 
     def check(self) -> None:
         """:raises BadRequest: a value is out of its range or asks for what is not simulated."""
@@ -89,12 +106,7 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
         if self.n is not None and self.n < 1:
             raise BadRequest(f"n must be at least 1, got {self.n}.", "n")
-        refused = {
-            "n": (self.n or 1) > 1,
-            "best_of": (self.best_of or 1) > 1,
-            "echo": bool(self.echo),
-            "logprobs": self.logprobs is not None and self.logprobs is not False,
-        }
+        refused = {"best_of": (self.best_of or 1) > 1, "echo": bool(self.echo)}
         for field, asked in refused.items():
             if asked:
                 raise BadRequest(f"{field} is not supported by this engine simulator.", field)
@@ -105,6 +117,12 @@ class CompletionRequest(_Sampling, frozen=True, kw_only=True):
     max_tokens: int | None = 16
     suffix: str | None = None
     add_special_tokens: bool = True
+    logprobs: int | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many log probabilities are wanted beside each token; None: none at all."""
+        return self.logprobs
 
     def single_prompt(self) -> str | list[int]:
         """:raises BadRequest: there are several prompts or none."""
@@ -125,6 +143,7 @@ class CompletionRequest(_Sampling, frozen=True, kw_only=True):
         if self.suffix:
             raise BadRequest("suffix is not currently supported", "suffix")
         _check_max_tokens(self.max_tokens)
+        _check_logprobs(self.alternatives)
 
 
 class ChatRequest(_Sampling, frozen=True, kw_only=True):
@@ -138,6 +157,45 @@ class ChatRequest(_Sampling, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """As for completions."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def choice_of_tool(self) -> Any:
+        """`tool_choice` with vLLM's defaults."""
+        return self.tool_choice or ("auto" if self.tools else "none")
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        return kwargs
+
+    @property
+    def given_prompt(self) -> list[int] | None:
+        """Token ids that stand for the messages, as vLLM takes them of a prompt that another engine prefilled.
+
+        :raises BadRequest: they are none."""
+        given = (self.kv_transfer_params or {}).get("prompt_token_ids")
+        if given is None:
+            return None
+        if not isinstance(given, list) or not given or any(type(token) is not int or token < 0 for token in given):
+            field = "kv_transfer_params.prompt_token_ids"
+            raise BadRequest(
+                "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", field
+            )
+        return given
 
     @property
     def token_limit(self) -> int | None:
@@ -147,6 +205,38 @@ class ChatRequest(_Sampling, frozen=True, kw_only=True):
         super().check()
         check_chat(self.messages, self.chat_template)
         _check_max_tokens(self.token_limit)
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        _check_logprobs(self.alternatives)
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        if self.tools == []:
+            raise BadRequest("`tools` must not be an empty array.", "tools")
+        choice = self.choice_of_tool
+        if choice == "none":
+            return
+        if not self.tools:
+            raise BadRequest("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        if not isinstance(choice, dict):
+            if choice not in ("auto", "required"):
+                raise BadRequest(f"Invalid value for `tool_choice`: {choice}!", "tool_choice")
+            return
+        name = (choice.get("function") or {}).get("name")
+        if not any(tool.get("function", {}).get("name") == name for tool in self.tools):
+            raise BadRequest(
+                "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
+            )
+
+    def check_parser(self, there_is_one: bool) -> None:
+        """:raises BadRequest: the engine was not started for this choice of a tool."""
+        choice = self.choice_of_tool
+        if choice == "none" or there_is_one:
+            return
+        if choice == "auto":
+            raise BadRequest('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+        name = f'function "{choice["function"]["name"]}"' if isinstance(choice, dict) else f'"{choice}"'
+        raise BadRequest(f"tool_choice={name} requires --tool-call-parser to be set")
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +250,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -197,80 +291,25 @@ def _check_max_tokens(value: int | None) -> None:
         raise BadRequest(f"max_tokens must be at least 1, got {value}.", "max_tokens")
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
-    """`cached_tokens` None: the server does not report them (no --enable-prompt-tokens-details)."""
-    return {
+def _check_logprobs(alternatives: int | None) -> None:
+    if alternatives is not None and not 0 <= alternatives <= logprobs.MOST:
+        raise BadRequest(
+            f"Requested sample logprobs of {alternatives}, which is greater than max allowed: {logprobs.MOST}",
+            "logprobs",
+        )
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """`cached_tokens` None: the server does not report them (no --enable-prompt-tokens-details); `reasoning_tokens`
+    None: it has no parser for them."""
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
         "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
     }
-
-
-class Dialect:
-    """One answer's shapes: text completion or chat. Stream chunks are joined from prepared bytes."""
-
-    object_name = "text_completion"
-    chunk_name = "text_completion"
-    id_prefix = "cmpl-"
-
-    def __init__(self, response_id: str, model: str, created: int, prompt_ids: list[int] | None) -> None:
-        """`prompt_ids` given: the client asked for token ids."""
-        self._base = {"id": response_id, "object": self.object_name, "created": created, "model": model}
-        self._chunk_base = self._base | {"object": self.chunk_name}
-        self._head = b"data: " + orjson.dumps(self._chunk_base)[:-1] + b',"choices":[{"index":0,'
-        self._prompt_ids = prompt_ids
-        self._is_first = True
-
-    def opening(self) -> bytes:
-        """What precedes the first token."""
-        return b""
-
-    def chunk(self, text: str, token: int, finish_reason: str | None = None, stop_reason: str | None = None) -> bytes:
-        """One token's event; `token` NO_TOKEN when there is only text or an end to tell."""
-        if finish_reason is None and self._prompt_ids is None:
-            return self._head + self._delta(text) + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
-        ends: dict[str, Any] = {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
-        if self._prompt_ids is not None:
-            ends |= {"token_ids": [] if token == NO_TOKEN else [token]}
-            if self._is_first:
-                ends |= {"prompt_token_ids": self._prompt_ids}
-                self._is_first = False
-        return self._head + self._delta(text) + b"," + orjson.dumps(ends)[1:] + b"]}\n\n"
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps(self._chunk_base | {"choices": [], "usage": usage}) + b"\n\n"
-
-    def whole(self, text: str, tokens: list[int], finish: str, stop: str | None, usage: dict[str, Any]) -> bytes:
-        choice = {"index": 0} | self._message(text) | {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
-        if self._prompt_ids is not None:
-            choice |= {"token_ids": tokens, "prompt_token_ids": self._prompt_ids}
-        return orjson.dumps(self._base | {"choices": [choice], "usage": usage})
-
-    def _delta(self, text: str) -> bytes:
-        return b'"text":' + orjson.dumps(text)
-
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-
-class ChatDialect(Dialect):
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-    id_prefix = "chatcmpl-"
-
-    def opening(self) -> bytes:
-        rest = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        if self._prompt_ids is None:
-            return self._head + rest + b"}]}\n\n"
-        self._is_first = False
-        return self._head + rest + b',"prompt_token_ids":' + orjson.dumps(self._prompt_ids) + b"}]}\n\n"
-
-    def _delta(self, text: str) -> bytes:
-        return b'"delta":{"content":' + orjson.dumps(text) + b"}"
-
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
-
-
-DONE = b"data: [DONE]\n\n"
+    if reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return counts

@@ -12,11 +12,21 @@ from typing import Protocol
 from .core import EngineCore, StepResult
 from .request import Request
 from .sequence import NO_TOKEN
-from .stops import StopScanner
 from .wire import KvEvent, events_of
 
 STALL_MS = 50.0
 """Later than this and the lost time is not made up for: bursts of overdue steps would be no engine."""
+
+
+class Scanner(Protocol):
+    """What becomes of the text on its way out."""
+
+    hit: str | None
+    """Set where the output ends with this piece: the stop string, empty if there is none to tell of."""
+
+    def push(self, piece: str) -> str: ...
+
+    def flush(self) -> str: ...
 
 
 class Publisher(Protocol):
@@ -34,7 +44,7 @@ class Generation:
 
     __slots__ = ("_pieces", "_scanner", "_text", "_waiter", "finish_reason", "request", "stop_reason")
 
-    def __init__(self, request: Request, text: Callable[[int], str], scanner: StopScanner | None) -> None:
+    def __init__(self, request: Request, text: Callable[[int], str], scanner: Scanner | None) -> None:
         self.request = request
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None
@@ -43,8 +53,13 @@ class Generation:
         self._pieces: list[tuple[int, str]] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it was asked for."""
+        return self.finish_reason is not None and not self._pieces
+
     async def next(self) -> list[tuple[int, str]]:
-        """(token, text) pairs in order, at least one. With `finish_reason` set they are the last: do not ask again."""
+        """(token, text) pairs in order, at least one. When it `has_ended` they are the last: do not ask again."""
         if not self._pieces and self.finish_reason is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -66,7 +81,7 @@ class Generation:
     def finish(self, reason: str) -> None:
         self.finish_reason = reason
         if self._scanner is not None:
-            self.stop_reason = self._scanner.hit
+            self.stop_reason = self._scanner.hit or None
             if rest := self._scanner.flush():
                 self._pieces.append((NO_TOKEN, rest))
         self._wake()
@@ -108,12 +123,11 @@ class LiveEngine:
     def now_ms(self) -> float:
         return asyncio.get_running_loop().time() * 1000
 
-    def submit(self, request: Request, stops: list[str], include_stop: bool = False) -> Generation:
+    def submit(self, request: Request, scanner: Scanner | None = None) -> Generation:
         """Queue a request.
 
         :raises DoesNotFit: as `EngineCore.add_request`."""
         self.core.add_request(request)
-        scanner = StopScanner(stops, include_stop) if stops else None
         generation = Generation(request, self._text, scanner)
         self._generations[request] = generation
         self._wake.set()

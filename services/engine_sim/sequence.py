@@ -88,8 +88,10 @@ class TokenSequence:
         namespace: EngineNamespace,
         *,
         ignore_salt: bool = False,
+        choice: int = 0,
     ) -> None:
-        """`ignore_salt` leaves the salt out of the keys, as a broken engine would: it provokes wrong hits.
+        """`ignore_salt` leaves the salt out of the keys, as a broken engine would: it provokes wrong hits. `choice` is
+        which of several answers to the same prompt this is: each says something else.
 
         :raises OverflowError, TypeError: an id is not a u32."""
         self.virtual = False
@@ -102,7 +104,7 @@ class TokenSequence:
         salt = None if ignore_salt else namespace.salt
         self._seed = _xxh3(_packed(salt, namespace.adapter, namespace.revision))
         self._origin = xxhash.xxh3_64(_packed(namespace.salt, namespace.adapter, namespace.revision), _ORIGIN_SEED)
-        self._output = xxhash.xxh3_64(_packed(namespace.revision, namespace.adapter), _OUTPUT_SEED)
+        self._output = xxhash.xxh3_64(_packed(namespace.revision, namespace.adapter), _OUTPUT_SEED + choice)
         self._output.update(self.ids.tobytes())
 
     @property

@@ -8,9 +8,11 @@ import contextlib
 import logging
 import secrets
 import signal
+import socket
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,17 +21,20 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from . import api, vocabulary
+from . import answers, api, calls, vocabulary
+from .answers import Said, Whole
 from .chat import ChatTemplate
 from .core import DoesNotFit, EngineCore
 from .events import EventPublisher
+from .faults import Fault, Faults
 from .lifetimes import WatchedPool
-from .live import Generation, LiveEngine
+from .live import Generation, LiveEngine, Scanner
 from .metrics import EngineMetrics
 from .pool import BlockPool
 from .profile import PRESETS
 from .request import Request
 from .sequence import NO_TOKEN, EngineNamespace, TokenSequence
+from .stops import StopScanner
 from .tier import LeakyTier
 
 _log = logging.getLogger(__name__)
@@ -73,6 +78,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Serve /reset_prefix_cache, as vLLM does with VLLM_SERVER_DEV_MODE=1."""
     ignore_salt: bool = False
     """Leave the salt out of block keys: provokes wrong hits, to prove that they are detected."""
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    """Both: calls of tools are found, whatever the parser is called."""
+    reasoning_parser: str | None = None
+    """Chats begin with a few tokens of reasoning, told apart, whatever the parser is called."""
     leaky_tier: int = 0
     """Tokens in a chunk of a tier that keeps blocks without their salts; 0: there is no such tier."""
 
@@ -114,6 +124,7 @@ class EngineServer:
         if config.kv_cache_metrics:
             pool = WatchedPool(config.num_gpu_blocks - 1, time.monotonic, self._metrics.watch_evictions())
         self._core = make_core(config, pool)
+        self._faults = Faults()
         self._ignores_salt = config.ignore_salt
         self._tier = LeakyTier(config.leaky_tier) if config.leaky_tier else None
         self._metrics.read(self._core, self._tier)
@@ -134,6 +145,7 @@ class EngineServer:
             web.post("/sim/step", self.sim_step),
             web.post("/sim/resume", self.sim_resume),
             web.post("/sim/leak", self.sim_leak),
+            web.post("/sim/fault", self.sim_fault),
         ]
         if config.dev_mode:
             routes.append(web.post("/reset_prefix_cache", self.reset_prefix_cache))
@@ -148,15 +160,46 @@ class EngineServer:
         prompt = body.single_prompt()
         if isinstance(prompt, str):
             prompt = await self._encode(prompt, body.add_special_tokens)
-        return await self._generate(http, body, prompt, body.max_tokens, adapter, api.Dialect)
+        answer = answers.Answer(self._asked(http, body, prompt, answers.Answer.id_prefix))
+        return await self._generate(http, body, prompt, body.max_tokens, adapter, answer)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         body = _decoded(api.decode_chat, await http.read())
         adapter = self._adapter_of(body.model)
         body.check()
-        text = await self._render(body)
-        prompt = await self._encode(text, body.add_special_tokens)
-        return await self._generate(http, body, prompt, body.token_limit, adapter, api.ChatDialect)
+        config = self._config
+        body.check_parser(config.enable_auto_tool_choice and config.tool_call_parser is not None)
+        prompt = body.given_prompt
+        if prompt is None:
+            prompt = await self._encode(await self._render(body), body.add_special_tokens)
+        forced = calls.made_up(body.tools, body.choice_of_tool, body.parallel_tool_calls is not False)
+        asked = msgspec.structs.replace(
+            self._asked(http, body, prompt, answers.ChatAnswer.id_prefix),
+            calls=forced,
+            is_call_named=isinstance(body.choice_of_tool, dict),
+            # Who is made to call has no time to think.
+            thinks=config.reasoning_parser is not None
+            and not forced
+            and body.template_kwargs.get("enable_thinking") is not False,
+            shows_thoughts=body.include_reasoning,
+        )
+        return await self._generate(http, body, prompt, body.token_limit, adapter, answers.ChatAnswer(asked), asked)
+
+    def _asked(
+        self, http: web.Request, body: api.CompletionRequest | api.ChatRequest, prompt: list[int], id_prefix: str
+    ) -> answers.Asked:
+        # Raw bytes come as surrogates.
+        given_id = http.headers.get("X-Request-Id", "").encode(errors="replace").decode()
+        return answers.Asked(
+            response_id=id_prefix + (given_id or secrets.token_hex(16)),
+            model=body.model or self._config.served_model_name,
+            created=int(self._wall()),
+            choices=body.choices,
+            prompt_ids=prompt if body.return_token_ids else None,
+            alternatives=body.alternatives,
+            spoken=tuple(self._texts.vocabulary.spoken),
+            text=self._texts.name,
+        )
 
     async def _generate(
         self,
@@ -165,27 +208,32 @@ class EngineServer:
         prompt: list[int],
         max_tokens: int | None,
         adapter: str | None,
-        dialect_type: type[api.Dialect],
+        answer: answers.Answer,
+        asked: answers.Asked | None = None,
     ) -> web.StreamResponse:
-        given_id = (
-            http.headers.get("X-Request-Id", "").encode(errors="replace").decode()
-        )  # raw bytes come as surrogates
-        response_id = dialect_type.id_prefix + (given_id or secrets.token_hex(16))
-        model = body.model or self._config.served_model_name
-        dialect = dialect_type(response_id, model, int(self._wall()), prompt if body.return_token_ids else None)
-        request = self._request(response_id, body, prompt, max_tokens, adapter)
+        fault = self._faults.next()
+        if fault is not None and not fault.after_tokens:
+            return _fail(http, fault)
+        requests = [
+            self._request(answer.response_id, body, prompt, max_tokens, adapter, choice)
+            for choice in range(body.choices)
+        ]
+        forced = asked.calls if asked is not None else []
+        generations: list[Generation] = []
         try:
-            generation = self.engine.submit(request, body.stops, body.include_stop_str_in_output)
+            # One by one: those before one that does not fit are aborted, too.
+            generations.extend(self.engine.submit(request, _scanner(body, forced)) for request in requests)
+            if body.stream:
+                return await self._stream(http, generations, answer, body.include_usage, fault)
+            return await self._whole(generations, answer)
         except DoesNotFit as error:
             raise api.BadRequest(str(error), "input_tokens") from error
-        try:
-            if body.stream:
-                return await self._stream(http, generation, dialect, body.include_usage)
-            return await self._whole(generation, dialect)
         finally:
-            if self._tier is not None and isinstance(request.sequence, TokenSequence):
-                self._tier.keep(request.sequence)
-            self.engine.abort(generation)  # the client left, or writing failed; nothing if the request has ended
+            for request in requests:
+                if self._tier is not None and isinstance(request.sequence, TokenSequence):
+                    self._tier.keep(request.sequence)
+            for generation in generations:
+                self.engine.abort(generation)  # the client left, or writing failed; nothing if the request has ended
 
     def _request(
         self,
@@ -194,12 +242,18 @@ class EngineServer:
         prompt: list[int],
         max_tokens: int | None,
         adapter: str | None,
+        choice: int,
     ) -> Request:
         config = self._config
         namespace = EngineNamespace(body.cache_salt, adapter, config.model_revision)
         try:
             sequence = TokenSequence(
-                prompt, self._texts.vocabulary, config.block_size, namespace, ignore_salt=self._ignores_salt
+                prompt,
+                self._texts.vocabulary,
+                config.block_size,
+                namespace,
+                ignore_salt=self._ignores_salt,
+                choice=choice,
             )
         except (OverflowError, TypeError) as error:
             raise api.BadRequest("prompt must be a list of token ids.", "prompt") from error
@@ -220,44 +274,66 @@ class EngineServer:
         return request
 
     async def _stream(
-        self, http: web.Request, generation: Generation, dialect: api.Dialect, include_usage: bool
+        self,
+        http: web.Request,
+        generations: list[Generation],
+        answer: answers.Answer,
+        include_usage: bool,
+        fault: Fault | None,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
         await response.prepare(http)
-        ready = dialect.opening()
-        while True:
-            *earlier, (token, text) = await generation.next()
-            for earlier_token, earlier_text in earlier:
-                ready += dialect.chunk(earlier_text, earlier_token)
-            ready += dialect.chunk(text, token, generation.finish_reason, generation.stop_reason)
-            if generation.finish_reason is not None:
-                break
-            await response.write(ready)
-            ready = b""
+        ready = answer.opening()
+        tokens = 0
+        async with contextlib.aclosing(_arrivals(generations)) as arrivals:
+            async for index, pieces in arrivals:
+                generation = generations[index]
+                *earlier, (token, text) = pieces
+                for earlier_token, earlier_text in earlier:
+                    ready += answer.chunk(Said(index, earlier_token, earlier_text))
+                is_last = generation.has_ended
+                reason = generation.finish_reason if is_last else None
+                ready += answer.chunk(Said(index, token, text, reason, generation.stop_reason if is_last else None))
+                tokens += len(pieces)
+                if fault is not None and tokens >= fault.after_tokens:
+                    await response.write(ready)
+                    return await _fail_in_stream(http, response, answer, fault)
+                if ready:
+                    await response.write(ready)
+                ready = b""
         if include_usage:
-            ready += dialect.usage_chunk(self._usage(generation.request))
-        ready += api.DONE
+            ready += answer.usage_chunk(self._usage(generations, answer))
+        ready += answers.DONE
         await response.write(ready)
         await response.write_eof()
         return response
 
-    async def _whole(self, generation: Generation, dialect: api.Dialect) -> web.Response:
-        tokens: list[int] = []
-        texts: list[str] = []
-        while True:
-            pieces = await generation.next()
-            tokens += [token for token, _ in pieces if token != NO_TOKEN]
-            texts += [text for _, text in pieces]
-            if (reason := generation.finish_reason) is not None:
-                break
-        body = dialect.whole("".join(texts), tokens, reason, generation.stop_reason, self._usage(generation.request))
-        return _json(body)
+    async def _whole(self, generations: list[Generation], answer: answers.Answer) -> web.Response:
+        said: list[list[tuple[int, str]]] = [[] for _ in generations]
+        async with contextlib.aclosing(_arrivals(generations)) as arrivals:
+            async for index, pieces in arrivals:
+                said[index] += pieces
+        choices = []
+        for generation, pieces in zip(generations, said, strict=True):
+            tokens = [token for token, _ in pieces if token != NO_TOKEN]
+            thought = "".join(text for _, text in pieces[: answer.thoughts])
+            text = "".join(text for _, text in pieces[answer.thoughts :])
+            choices.append(
+                Whole(tokens, text, generation.finish_reason or "length", generation.stop_reason, thought=thought)
+            )
+        return _json(answer.whole(choices, self._usage(generations, answer)))
 
-    def _usage(self, request: Request) -> dict[str, object]:
-        cached = request.cached_tokens if self._config.enable_prompt_tokens_details else None
-        return api.usage(request.prompt_tokens, request.outputs, cached)
+    def _usage(self, generations: list[Generation], answer: answers.Answer) -> dict[str, object]:
+        """What vLLM says of several choices: the prompt once, and what the first one found in the cache."""
+        requests = [generation.request for generation in generations]
+        cached = requests[0].cached_tokens if self._config.enable_prompt_tokens_details else None
+        reasoning = None
+        if self._config.reasoning_parser is not None and isinstance(answer, answers.ChatAnswer):
+            reasoning = sum(min(answer.thoughts, request.outputs) for request in requests)
+        outputs = sum(request.outputs for request in requests)
+        return api.usage(requests[0].prompt_tokens, outputs, cached, reasoning)
 
     def _adapter_of(self, model: str | None) -> str | None:
         """The adapter a model name stands for; None for the base model.
@@ -280,7 +356,7 @@ class EngineServer:
             body.tools,
             body.add_generation_prompt,
             body.continue_final_message,
-            body.chat_template_kwargs,
+            body.template_kwargs,
         )
 
     # -- the rest of vLLM's routes
@@ -374,6 +450,11 @@ class EngineServer:
         self.engine.step_once()
         return _json(b"{}")
 
+    async def sim_fault(self, http: web.Request) -> web.Response:
+        """See faults.py."""
+        self._faults.order(_decoded(msgspec.json.Decoder(Fault).decode, await http.read()))
+        return _json(b"{}")
+
     async def sim_resume(self, http: web.Request) -> web.Response:
         self.engine.resume()
         return _json(b"{}")
@@ -382,6 +463,65 @@ class EngineServer:
         """From now on salts are left out of block keys, as with --ignore-salt: an engine that breaks while it runs."""
         self._ignores_salt = True
         return _json(b"{}")
+
+
+def _scanner(body: api.CompletionRequest | api.ChatRequest, forced: list[calls.Call]) -> Scanner | None:
+    if forced:
+        return calls.CallScript(forced)
+    return StopScanner(body.stops, body.include_stop_str_in_output) if body.stops else None
+
+
+async def _arrivals(generations: list[Generation]) -> AsyncGenerator[tuple[int, list[tuple[int, str]]], None]:
+    """What comes of each, as it comes, until all have ended."""
+    if len(generations) == 1:
+        while not generations[0].has_ended:
+            yield 0, await generations[0].next()
+        return
+    waiting = {asyncio.ensure_future(generation.next()): index for index, generation in enumerate(generations)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                yield index, task.result()
+                if not generations[index].has_ended:
+                    waiting[asyncio.ensure_future(generations[index].next())] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _fail(http: web.Request, fault: Fault) -> web.StreamResponse:
+    """:raises ApiError, ConnectionResetError: as the fault wants it."""
+    if fault.kind == "reset":
+        _reset(http)
+    if fault.kind == "full":
+        raise api.Full("The request queue is full.")
+    raise api.CoreFailed("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+
+async def _fail_in_stream(
+    http: web.Request, response: web.StreamResponse, answer: answers.Answer, fault: Fault
+) -> web.StreamResponse:
+    if fault.kind == "reset":
+        _reset(http)
+    if fault.kind == "abort":
+        await response.write(answer.chunk(Said(0, NO_TOKEN, "", "abort")))
+    else:
+        await response.write(answers.error_event("Internal server error", api.CoreFailed.kind, 500))
+    await response.write(answers.DONE)
+    await response.write_eof()
+    return response
+
+
+def _reset(http: web.Request) -> None:
+    """:raises ConnectionResetError: always: there is nobody to write to any more."""
+    if http.transport is not None:
+        # The peer sees a reset, not an end.
+        linger = struct.pack("ii", 1, 0)
+        http.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        http.transport.abort()
+    raise ConnectionResetError("as ordered")
 
 
 def _json(body: bytes) -> web.Response:

@@ -39,6 +39,10 @@ class TokenTexts:
         """Text of a generated token; end-of-sequence has none."""
         return self._texts.get(token, "")
 
+    def name(self, token: int) -> str:
+        """What a token is called where tokens are told one by one: its text, or that of a special token."""
+        return self._texts.get(token) or self.tokenizer.id_to_token(token) or ""
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from aiohttp import ClientSession, TCPConnector
+from aiohttp import ClientError, ClientSession, TCPConnector
 from support import models as tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -473,7 +473,7 @@ async def test_chat_renders_the_models_template_and_a_next_turn_hits_the_last(st
     _, second = await engine.post("/v1/chat/completions", asked | {"messages": turn})
 
     assert (first["id"], first["object"], answer["role"]) == ("chatcmpl-c", "chat.completion", "assistant")
-    assert first["choices"][0]["prompt_token_ids"] == tokenized["tokens"]
+    assert first["prompt_token_ids"] == tokenized["tokens"]
     with_kv = len(tokenized["tokens"]) + 5  # all of the answer but its last token
     assert cached(second) == with_kv // 4 * 4
 
@@ -490,6 +490,212 @@ async def test_a_chat_stream_opens_with_the_role(start_engine: StartEngine) -> N
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta["content"] for delta in deltas) == whole["choices"][0]["message"]["content"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "ban"}], "max_tokens": 60, "ignore_eos": True}
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer", "minimum": 3},
+                "unit": {"enum": ["C", "F"]},
+                "exact": {"type": "boolean"},
+            },
+            "required": ["city", "days", "unit"],
+        },
+    },
+}
+SEND = {"type": "function", "function": {"name": "send"}}
+ARGUMENTS = {"city": "made up", "days": 3, "unit": "C"}
+FINDS_CALLS: dict[str, Any] = {"tool_call_parser": "any", "enable_auto_tool_choice": True, "max_model_len": 256}
+
+
+def calls_of(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """A stream's calls, put together as OpenAI's clients do."""
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            for delta in choice["delta"].get("tool_calls", []):
+                call = found.setdefault(delta["index"], {"arguments": ""})
+                call |= {name: delta[name] for name in ("id", "type") if name in delta}
+                call |= {"name": delta["function"]["name"]} if "name" in delta["function"] else {}
+                call["arguments"] += delta["function"]["arguments"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "reason"),
+    [
+        ({"type": "function", "function": {"name": "lookup"}}, ["lookup"], "stop"),
+        ("required", ["lookup", "send"], "tool_calls"),
+    ],
+    ids=["named", "required"],
+)
+async def test_a_forced_call_has_arguments_of_its_schema(
+    start_engine: StartEngine, choice: Any, names: list[str], reason: str
+) -> None:
+    engine = await start_engine(**FINDS_CALLS)
+    body = CHAT | {"tools": [LOOKUP, SEND], "tool_choice": choice}
+
+    chunks = await engine.stream("/v1/chat/completions", body)
+    _, whole = await engine.post("/v1/chat/completions", body)
+
+    found = calls_of(chunks)
+    assert [found[index]["name"] for index in sorted(found)] == names
+    assert json.loads(found[0]["arguments"]) == ARGUMENTS
+    assert {call["type"] for call in found.values()} == {"function"}
+    assert len({call["id"] for call in found.values()}) == len(names)
+    assert chunks[-1]["choices"][0]["finish_reason"] == reason
+    (told,) = whole["choices"]
+    assert (told["finish_reason"], told["message"]["content"]) == (reason, "")
+    assert [call["function"] for call in told["message"]["tool_calls"]] == [
+        {"name": call["name"], "arguments": call["arguments"]} for call in found.values()
+    ]
+    assert (await engine.get("/sim/stats"))["blocks_used"] == 0
+
+
+async def test_calls_one_by_one_if_asked_for_and_cut_short_by_the_limit(start_engine: StartEngine) -> None:
+    engine = await start_engine(**FINDS_CALLS)
+    body = CHAT | {"tools": [LOOKUP, SEND], "tool_choice": "required"}
+
+    single = await engine.stream("/v1/chat/completions", body | {"parallel_tool_calls": False})
+    short = await engine.stream("/v1/chat/completions", body | {"max_tokens": 2})
+
+    assert list(calls_of(single)) == [0]
+    assert short[-1]["choices"][0]["finish_reason"] == "length"
+    assert calls_of(single)[0]["arguments"].startswith(calls_of(short)[0]["arguments"])
+
+
+async def test_an_engine_without_parsers_refuses_tools_that_may_be_called(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+
+    refused = [
+        await engine.post("/v1/chat/completions", CHAT | {"tools": [LOOKUP]} | asked)
+        for asked in ({}, {"tool_choice": "required"}, {"tool_choice": "none"})
+    ]
+
+    assert [status for status, _ in refused] == [400, 400, 200]
+    assert "--enable-auto-tool-choice and --tool-call-parser" in refused[0][1]["error"]["message"]
+    assert 'tool_choice="required" requires --tool-call-parser' in refused[1][1]["error"]["message"]
+
+
+async def test_tools_by_choice_are_never_chosen(start_engine: StartEngine) -> None:
+    engine = await start_engine(**FINDS_CALLS)
+
+    chunks = await engine.stream("/v1/chat/completions", CHAT | {"tools": [LOOKUP], "max_tokens": 3})
+
+    assert not calls_of(chunks) and "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+
+
+async def test_a_chat_begins_with_its_reasoning_if_there_is_a_parser_for_it(start_engine: StartEngine) -> None:
+    engine = await start_engine(reasoning_parser="any", model_revision="r")
+    plain = await start_engine(model_revision="r")
+    body = CHAT | {"max_tokens": 6, "stream_options": {"include_usage": True}}
+
+    *chunks, usage = await engine.stream("/v1/chat/completions", body)
+    hidden = await engine.stream("/v1/chat/completions", body | {"include_reasoning": False})
+    _, off = await engine.post("/v1/chat/completions", CHAT | {"max_tokens": 6, "reasoning_effort": "none"})
+    _, said = await plain.post("/v1/chat/completions", CHAT | {"max_tokens": 6})
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[1:]]
+    assert ["reasoning" in delta for delta in deltas] == [True] * 4 + [False] * 2
+    text = said["choices"][0]["message"]["content"]
+    assert "".join(delta.get("reasoning", "") + delta.get("content", "") for delta in deltas) == text
+    assert usage["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+    assert not any("reasoning" in choice["delta"] for chunk in hidden for choice in chunk["choices"])
+    assert (off["choices"][0]["message"]["content"], off["choices"][0]["message"]["reasoning"]) == (text, None)
+
+
+async def test_a_chats_prompt_may_be_given_in_tokens(start_engine: StartEngine) -> None:
+    """As vLLM takes it of a prompt that another engine prefilled; the messages are not rendered."""
+    engine = await start_engine()
+    body = CHAT | {"max_tokens": 3, "return_token_ids": True, "kv_transfer_params": {"prompt_token_ids": PROMPT}}
+
+    chunks = await engine.stream("/v1/chat/completions", body)
+    completed = await engine.complete(PROMPT, max_tokens=3, return_token_ids=True)
+    status, error = await engine.post(
+        "/v1/chat/completions", CHAT | {"kv_transfer_params": {"prompt_token_ids": [1, "x"]}}
+    )
+
+    assert chunks[0]["prompt_token_ids"] == PROMPT
+    told = [token for chunk in chunks[1:] for token in chunk["choices"][0]["token_ids"]]
+    assert told == completed["choices"][0]["token_ids"]
+    assert (status, error["error"]["param"]) == (400, "kv_transfer_params.prompt_token_ids")
+
+
+async def test_several_choices_each_say_something_else(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "n": 3, "return_token_ids": True}
+
+    _, whole = await engine.post("/v1/completions", body)
+    chunks = await engine.stream("/v1/completions", body | {"stream_options": {"include_usage": True}})
+    _, alone = await engine.post("/v1/completions", body | {"n": 1})
+
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert len(set(texts)) == 3 and texts[0] == alone["choices"][0]["text"]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert ["".join(c["text"] for c in choices if c["index"] == index) for index in range(3)] == texts
+    assert sorted(c["index"] for c in choices if c["finish_reason"] == "length") == [0, 1, 2]
+    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [PROMPT] * 3
+    assert whole["usage"]["completion_tokens"] == chunks[-1]["usage"]["completion_tokens"] == 12
+    assert (await engine.get("/sim/stats"))["blocks_used"] == 0
+
+
+async def test_logprobs_come_in_the_form_of_each_endpoint(start_engine: StartEngine) -> None:
+    """A chat has as many alternatives as it asked for, a completion one token more, unless that is among them."""
+    engine = await start_engine()
+    chat = CHAT | {"max_tokens": 2, "logprobs": True, "kv_transfer_params": {"prompt_token_ids": PROMPT}}
+
+    completed = await engine.complete(PROMPT, max_tokens=2, logprobs=2)
+    chunks = await engine.stream("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "logprobs": 2})
+    chatted = await engine.stream("/v1/chat/completions", chat | {"top_logprobs": 2})
+    bare = await engine.stream("/v1/chat/completions", chat)
+
+    told = completed["choices"][0]["logprobs"]
+    assert "".join(told["tokens"]) == completed["choices"][0]["text"]
+    assert told["text_offset"] == [0, len(told["tokens"][0])]
+    assert [next(iter(top)) for top in told["top_logprobs"]] == told["tokens"]
+    assert [len(top) for top in told["top_logprobs"]] == [2, 2]
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for name in told:
+        assert [value for one in streamed for value in one[name]] == told[name]
+    content = [entry for chunk in chatted[1:] for entry in chunk["choices"][0]["logprobs"]["content"]]
+    assert [entry["token"] for entry in content] == told["tokens"]
+    assert [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content] == told[
+        "top_logprobs"
+    ]
+    assert [bytes(entry["bytes"]).decode() for entry in content] == told["tokens"]
+    assert all(not entry["top_logprobs"] for chunk in bare[1:] for entry in chunk["choices"][0]["logprobs"]["content"])
+
+
+async def test_requests_fail_as_they_are_told_to(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+
+    await engine.post("/sim/fault", {"kind": "error"})
+    await engine.post("/sim/fault", {"kind": "full"})
+    before = [await engine.post("/v1/completions", body) for _ in range(3)]
+    await engine.post("/sim/fault", {"kind": "error", "after_tokens": 2})
+    await engine.post("/sim/fault", {"kind": "abort", "after_tokens": 2})
+    within = [await engine.stream("/v1/completions", body) for _ in range(2)]
+    await engine.post("/sim/fault", {"kind": "reset", "after_tokens": 2})
+    with pytest.raises(ClientError):
+        await engine.stream("/v1/completions", body)
+    await engine.post("/sim/fault", {"kind": "reset", "count": 2})
+    for _ in range(2):
+        with pytest.raises(ClientError):
+            await engine.post("/v1/completions", body)
+
+    assert [status for status, _ in before] == [500, 503, 200]
+    assert [len(chunks) for chunks in within] == [3, 3]
+    assert within[0][-1]["error"]["code"] == 500
+    assert within[1][-1]["choices"][0]["finish_reason"] == "abort"
+    assert (await engine.get("/sim/stats"))["blocks_used"] == 0
 
 
 # -- errors and the other routes

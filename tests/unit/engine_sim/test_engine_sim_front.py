@@ -66,8 +66,42 @@ def test_a_stream_shows_the_text_up_to_the_first_stop_and_nothing_after(pieces: 
     if scanner.hit is None:
         assert shown == read and not any(stop in read for stop in stops)
     else:
-        at = min(read.find(stop) for stop in stops if stop in read)
-        assert shown == read[:at] and read.startswith(scanner.hit, at)
+        first = min((read.find(stop) + len(stop), number) for number, stop in enumerate(stops) if stop in read)
+        assert scanner.hit == stops[first[1]]
+        assert shown == read[: first[0] - len(scanner.hit)]
+
+
+@given(
+    st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_until_the_end_so_much_is_held_back_as_the_longest_stop_has_less_one(
+    pieces: list[str], stops: list[str]
+) -> None:
+    scanner = StopScanner(stops)
+    shown = read = ""
+    for piece in pieces:
+        shown += scanner.push(piece)
+        read += piece
+        if scanner.hit is not None:
+            return
+        assert shown == read[: max(0, len(read) - max(map(len, stops)) + 1)]
+
+
+@given(
+    st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_where_a_stop_is_shown_nothing_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    scanner = StopScanner(stops, include=True)
+    shown = read = ""
+    for piece in pieces:
+        shown += scanner.push(piece)
+        read += piece
+        if scanner.hit is not None:
+            assert shown == read[: min(read.find(stop) + len(stop) for stop in stops if stop in read)]
+            return
+        assert shown == read
 
 
 def test_the_stop_itself_is_shown_when_asked_for() -> None:
@@ -118,10 +152,9 @@ def test_a_salt_of_128_characters_is_fine() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"n": 2},
         {"best_of": 2},
         {"echo": True},
-        {"logprobs": 0},
+        {"logprobs": 21},
         {"prompt_logprobs": -2},
         {"max_tokens": 0},
         {"stop": [""]},
