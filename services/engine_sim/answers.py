@@ -8,7 +8,6 @@ Owns: the exact shape of every answer.   Must not know: aiohttp, the engine's st
 Source: vLLM `entrypoints/openai/completion/serving.py`, `chat_completion/serving.py`. Nulls that vLLM writes into every
 chunk are left out."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +26,9 @@ Step = list[tuple[int, float]]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a request its answer's form depends on. `prompt_ids`: the client asked for token ids. `steps`: it asked
-    for log probabilities, and for so many `alternatives`; `text` gives a token's. `calls` are those it forces."""
+    """What of a request its answer's form depends on. `prompt_ids`: the client asked for token ids; `alternatives`: for
+    log probabilities, with so many beside each token, whose name is `text`; `calls`: it forces these, under `call_ids`
+    in each choice."""
 
     response_id: str
     model: str
@@ -39,6 +39,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     spoken: tuple[int, ...] = ()
     text: Callable[[int], str] = str
     calls: list[Call] = []
+    call_ids: list[list[str]] = []
     is_call_named: bool = False
     thinks: bool = False
     shows_thoughts: bool = True
@@ -166,8 +167,7 @@ class ChatAnswer(Answer):
         super().__init__(asked)
         self._is_plain = self._is_plain and not asked.calls and not asked.thinks
         self._thoughts = [self.thoughts] * asked.choices
-        self._ids = [_call_ids(asked.calls) for _ in range(asked.choices)]
-        self._readers = [calls.CallReader(asked.calls, ids) for ids in self._ids]
+        self._readers = [calls.CallReader(asked.calls, ids) for ids in asked.call_ids]
 
     def opening(self) -> bytes:
         ready = b""
@@ -227,7 +227,10 @@ class ChatAnswer(Answer):
             "reasoning": choice.thought if choice.thought and self._asked.shows_thoughts else None,
         }
         if self._asked.calls:
-            message |= {"content": "", "tool_calls": calls.whole(self._asked.calls, self._ids[index], choice.text)}
+            message |= {
+                "content": "",
+                "tool_calls": calls.whole(self._asked.calls, self._asked.call_ids[index], choice.text),
+            }
         hides = self._asked.thinks and not self._asked.shows_thoughts
         made = {
             "index": index,
@@ -255,7 +258,3 @@ def error_event(message: str, kind: str, code: int) -> bytes:
 
 def _ids(said: Said) -> list[int]:
     return [] if said.token == NO_TOKEN else [said.token]
-
-
-def _call_ids(made: list[Call]) -> list[str]:
-    return [f"chatcmpl-tool-{secrets.token_hex(16)}" for _ in made]

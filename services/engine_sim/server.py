@@ -176,6 +176,7 @@ class EngineServer:
         asked = msgspec.structs.replace(
             self._asked(http, body, prompt, answers.ChatAnswer.id_prefix),
             calls=forced,
+            call_ids=[[f"chatcmpl-tool-{secrets.token_hex(16)}" for _ in forced] for _ in range(body.choices)],
             is_call_named=isinstance(body.choice_of_tool, dict),
             # Who is made to call has no time to think.
             thinks=config.reasoning_parser is not None
