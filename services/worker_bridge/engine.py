@@ -205,7 +205,7 @@ class VllmHttp:
     async def health(self) -> None:
         status, body = await self._ask("GET", "/health", _ASK_S)
         if status != 200:
-            raise _error(status, body)
+            raise EngineFailed(f"The engine is not healthy: {_sentence(status, body)}")
 
     async def served_models(self) -> list[ServedModel]:
         status, body = await self._ask("GET", "/v1/models", _ASK_S)
@@ -257,6 +257,7 @@ async def _progress(
     response: aiohttp.ClientResponse, model: str, read: Callable[[bytes], Chunk]
 ) -> AsyncGenerator[Progress, None]:
     lines = EventLines()
+    has_begun = False
     while True:
         with _translated():
             data = await response.content.readany()
@@ -272,7 +273,10 @@ async def _progress(
                 return
             chunk = read(line)
             if chunk.error:
-                raise _error(chunk.status, msgspec.json.encode({"message": chunk.error}))
+                # What it could not answer at all may be the request's fault, or a matter of time; what it began is not.
+                status = 500 if has_begun else chunk.status
+                raise _error(status, msgspec.json.encode({"message": chunk.error}))
+            has_begun = has_begun or bool(chunk.pieces)
             if chunk.model != model:
                 raise WorkerLost("The engine serves another model now.")
             progress.add(chunk)
@@ -292,17 +296,23 @@ def _translated() -> Iterator[None]:
 
 
 def _error(status: int, body: bytes) -> PrefixbusError:
-    """The engine's error as one of ours, with its own sentence, cut to a bounded length."""
+    """The engine's error as one of ours."""
+    sentence = _sentence(status, body)
+    if status in (400, 413, 422):
+        return BadRequest(f"The engine refuses the request: {sentence}")
+    # vLLM's queue at its bound (--max-num-queued-requests) is a 503.
+    if status in (429, 503):
+        return Overloaded(f"The engine is full: {sentence}")
+    if status == 404:
+        return WorkerLost(f"The engine serves another model now: {sentence}")
+    return EngineFailed(f"The engine failed: {sentence}")
+
+
+def _sentence(status: int, body: bytes) -> str:
+    """The engine's own, cut to a bounded length."""
     try:
         decoded = _error_body.decode(body)
         sentence = (decoded.error.message if decoded.error is not None else "") or decoded.message
     except (msgspec.MsgspecError, UnicodeDecodeError):
         sentence = body[:_MAX_SENTENCE].decode("utf-8", "replace")
-    sentence = sentence[:_MAX_SENTENCE] or f"HTTP {status}"
-    if status in (400, 413, 422):
-        return BadRequest(f"The engine refuses the request: {sentence}")
-    if status == 429:
-        return Overloaded(f"The engine is full: {sentence}")
-    if status == 404:
-        return WorkerLost(f"The engine serves another model now: {sentence}")
-    return EngineFailed(f"The engine failed: {sentence}")
+    return sentence[:_MAX_SENTENCE] or f"HTTP {status}"

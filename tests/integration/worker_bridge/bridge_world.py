@@ -114,8 +114,8 @@ class EngineProcess:
             found: dict[str, Any] = await response.json()
             return found
 
-    async def post(self, path: str) -> None:
-        async with aiohttp.ClientSession() as session, session.post(f"{self.url}{path}") as response:
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        async with aiohttp.ClientSession() as session, session.post(f"{self.url}{path}", json=body) as response:
             await response.read()
 
 

@@ -168,3 +168,28 @@ def test_what_is_the_bridges_to_say_is_not_taken_from_a_request() -> None:
     )
 
     assert params == {"temperature": 0.5}
+
+
+def test_a_chat_is_given_to_the_engine_with_what_its_endpoint_reads_alone() -> None:
+    chat = (
+        b'{"messages":[{"role":"user","content":"hi"}],"tools":[],"tool_choice":"auto","kv_transfer_params":{},'
+        b'"cache_salt":"x","chat_template":"y","model":"z","max_tokens":9,"request_id":"r","priority":-1}'
+    )
+
+    assert vet(job(chat=chat)) == {
+        "max_tokens": 3,
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [],
+        "tool_choice": "auto",
+    }
+
+
+@pytest.mark.parametrize("chat", [b"{", b"[]", b"{}", b'{"messages":"hi"}', b'{"tools":[]}'])
+def test_a_chat_without_messages_is_refused(chat: bytes) -> None:
+    refused = vet(job(chat=chat))
+
+    assert isinstance(refused, vetting.Refusal) and refused.code == vetting.BAD_REQUEST
+
+
+def test_messages_among_the_parameters_are_no_chat() -> None:
+    assert vet(job(params=b'{"messages":[],"max_tokens":1}')) == {"max_tokens": 1}
