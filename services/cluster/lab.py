@@ -535,7 +535,8 @@ def _print_report(report: "Report") -> None:
     size = f"{report.kv_tokens} tokens"
     for name, bound in (
         ("without end", report.infinite),
-        (f"one of {report.workers} x {size}", report.pooled),
+        (f"one of {report.workers} x {size} that knows the future", report.ceiling),
+        (f"one LRU of {report.workers} x {size}", report.pooled),
         (f"{report.workers} of {size}, dealt in turn", report.in_turn),
     ):
         share = bound.prefill_ms_saved / report.prefill_ms if report.prefill_ms else 0.0

@@ -1,1 +1,2 @@
-"""Offline work: the production decisions and the engine's model, run on one virtual clock."""
+"""Offline work, without NATS or a GPU: the production decisions on a virtual clock, over a recorded journal, or over
+what prompts have in common."""

@@ -1,13 +1,14 @@
-"""What no placement of requests can beat: one cache for all workers, of their size together or without end.
+"""What placement is measured against: one cache for all workers, of their size together or without end.
 
 Two ways to look at it. `token_reuse` plays the requests one after the other through the cache alone: what could be
 reused if nothing took time. `shared_pool` is the memory of engines that have one cache together, for the harness: what
 any of them computed all find, at no cost and from the step that computes it on, and a request fits if it fits anywhere.
 
-The pooled cache is a bound for an LRU, as engines are; one that knew the future could keep more. The unbounded one is a
-bound for everybody.
+The unbounded cache is a bound for everybody. The pooled one is a yardstick that placement comes near and seldom passes:
+caches apart can keep what one LRU, flooded by what is never asked again, would lose; and its requests are placed by
+load alone. What no placement can pass with so much memory is clairvoyant.py's.
 
-Owns: both bounds.   Must not know: how requests are placed, what a step costs.   Units: tokens, blocks."""
+Owns: both.   Must not know: how requests are placed, what a step costs.   Units: tokens, blocks."""
 
 from collections import OrderedDict
 

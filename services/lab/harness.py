@@ -199,7 +199,8 @@ class World:
         self.timeline.after(TICK_S, self._tick)
 
     def _sample(self) -> None:
-        pools = [worker.core.pool for worker in self.lives.last]
+        # Under a bound all workers have one pool.
+        pools = list({id(worker.core.pool): worker.core.pool for worker in self.lives.last}.values())
         capacity = sum(pool.capacity for pool in pools)
         held_by_any = set[int]().union(*(pool.keys() for pool in pools))
         self._samples.append(

@@ -102,7 +102,7 @@ class InFlight:
         return books.active_blocks - low - (prompt_tokens // -block_size)
 
     def placed_tokens(self, worker: str) -> int:
-        """Uncached tokens sent there since the start: the size of an index that forgets nothing."""
+        """Uncached tokens sent there since the start."""
         return self._of(worker).placed_tokens
 
     def recent_ms(self, worker: str, now: float) -> float:

@@ -2,14 +2,15 @@
 
     common prefix    the blocks from the first on that an earlier request of the same tenant had, too
     infinite         a cache that forgets nothing: all that repeats is reused
-    pooled           one LRU of all workers' bytes: what placement alone can ever reach
+    ceiling          a cache of all workers' bytes that knows the future: what placement alone can never pass
+    pooled           one LRU of all workers' bytes: what good placement comes near
     in turn          an LRU on each worker, requests dealt in turn: what nobody needs a router for
 
 Time does not pass here: each request is there before the next one comes, and takes no room for its answer. So these
 are bounds of what can be reused, and nothing about queues.
 
-The rule (`verdict`) is about prefill ms a request: pooled minus in turn is what choosing workers can gain at most. Go
-if that is at least SHARE of all prefill, and at least WORTH times what the way through the bus costs a request.
+The rule (`verdict`) is about prefill ms a request: the ceiling minus in turn is what choosing workers can gain at most.
+Go if that is at least SHARE of all prefill, and at least WORTH times what the way through the bus costs a request.
 
 Owns: these bounds and the rule.   Must not know: policies, engines but for their prefill times.
 Units: tokens, ms, shares of 1. An id of a trace's last block, which need not be full, counts as such a block, as in the
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..engine_sim.profile import Profile
+from . import clairvoyant
 from .traces import Line
 
 # What a request's way through the bus takes beside the engine's own (docs/performance.md, 4,000 tokens).
@@ -85,6 +87,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     by_class: dict[str, Repeated]
     prefill_ms: float
     infinite: Bound
+    ceiling: Bound
     pooled: Bound
     in_turn: Bound
     go: bool
@@ -139,8 +142,12 @@ def report(asked: Sequence[Prompt], block_size: int, workers: int, kv_tokens: in
     common = reused(asked, block_size, [Cache(None)])
     pooled = _bound(asked, reused(asked, block_size, [Cache(workers * capacity)]), profile)
     in_turn = _bound(asked, reused(asked, block_size, [Cache(capacity) for _ in range(workers)]), profile)
+    at_most = clairvoyant.found([prompt.blocks for prompt in asked], workers * capacity)
+    ceiling = _bound(
+        asked, [min(one.tokens, block_size * count) for one, count in zip(asked, at_most, strict=True)], profile
+    )
     prefill_ms = sum(profile.chunk_ms(prompt.tokens, prompt.tokens) for prompt in asked)
-    go, sentence = verdict(len(asked), prefill_ms, pooled, in_turn)
+    go, sentence = verdict(len(asked), prefill_ms, ceiling, in_turn)
     classes = sorted({prompt.prefix_class for prompt in asked})
     return Report(
         workers=workers,
@@ -153,6 +160,7 @@ def report(asked: Sequence[Prompt], block_size: int, workers: int, kv_tokens: in
         },
         prefill_ms=prefill_ms,
         infinite=_bound(asked, common, profile),
+        ceiling=ceiling,
         pooled=pooled,
         in_turn=in_turn,
         go=go,
@@ -160,9 +168,9 @@ def report(asked: Sequence[Prompt], block_size: int, workers: int, kv_tokens: in
     )
 
 
-def verdict(requests: int, prefill_ms: float, pooled: Bound, in_turn: Bound) -> tuple[bool, str]:
+def verdict(requests: int, prefill_ms: float, ceiling: Bound, in_turn: Bound) -> tuple[bool, str]:
     """Whether it is worth while to choose workers by what they hold, and why."""
-    gain_ms = max(0.0, pooled.prefill_ms_saved - in_turn.prefill_ms_saved)
+    gain_ms = max(0.0, ceiling.prefill_ms_saved - in_turn.prefill_ms_saved)
     share, each_ms = gain_ms / prefill_ms if prefill_ms else 0.0, gain_ms / requests
     reasons = []
     if each_ms < WORTH * PATH_MS:

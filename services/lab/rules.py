@@ -119,10 +119,7 @@ class _PowerOfTwo:
         self._chance = Chance(seed, "rule")
 
     def choose(self, sight: Sight) -> str:
-        count = len(sight.candidates)
-        first = self._chance.below(count)
-        second = (first + 1 + self._chance.below(max(1, count - 1))) % count
-        return _fewest_requests(sight, [sight.candidates[first], sight.candidates[second]])
+        return _fewer_of_two(sight, self._chance)
 
 
 # --- rules that do ---
@@ -161,13 +158,14 @@ class _LongestHit:
 
 
 class _Threshold:
-    """The longest hit if it is at least this share of the prompt, else the smallest tree; while requests in flight
-    differ by more than 64 and by more than 1.5 times, the fewest requests."""
+    """The longest hit if it is at least this share of the prompt, else the fewer requests of two drawn; while requests
+    in flight differ by more than 64 and by more than 1.5 times, the fewest requests."""
 
     ABSOLUTE, RELATIVE = 64, 1.5
 
-    def __init__(self, share: float, _seed: int) -> None:
+    def __init__(self, share: float, seed: int) -> None:
         self._share = share
+        self._chance = Chance(seed, "rule")
 
     def choose(self, sight: Sight) -> str:
         counts = [sight.in_flight.requests(one.worker) for one in sight.candidates]
@@ -177,7 +175,7 @@ class _Threshold:
         longest = _longest(sight.candidates)
         if longest[0].cached_tokens > self._share * sight.request.prompt_tokens:
             return _fewest_requests(sight, longest)
-        return min(sight.candidates, key=lambda one: (sight.in_flight.placed_tokens(one.worker), one.worker)).worker
+        return _fewer_of_two(sight, self._chance)
 
 
 class _Overlap:
@@ -279,6 +277,15 @@ def _fewest_requests(sight: Sight, among: list[Candidate]) -> str:
     return min(among, key=lambda one: (sight.in_flight.requests(one.worker), one.worker)).worker
 
 
+def _fewer_of_two(sight: Sight, chance: Chance) -> str:
+    """Of equals the first that was drawn: by name, an idle fleet would never use its last worker."""
+    count = len(sight.candidates)
+    first = chance.below(count)
+    second = (first + 1 + chance.below(max(1, count - 1))) % count
+    names = sight.candidates[first].worker, sight.candidates[second].worker
+    return min(names, key=sight.in_flight.requests)
+
+
 RULES: dict[str, Source] = {
     "round-robin": Source(_InTurn, 0, "", "one after the other, by name"),
     "random": Source(_Random, 0, "", "drawn evenly"),
@@ -293,7 +300,7 @@ RULES: dict[str, Source] = {
         _Threshold,
         0.3,
         "share of the prompt",
-        "threshold cache-aware, as SGLang's gateway: 0.3, 64 requests, 1.5 times",
+        "threshold cache-aware, as SGLang's gateway: 0.3, 64 requests, 1.5 times, the fewer of two below it",
     ),
     "overlap": Source(
         _Overlap, 1, "weight", "overlap minus load in blocks, as NVIDIA Dynamo's router: weight 1, temperature 0"
@@ -302,11 +309,15 @@ RULES: dict[str, Source] = {
         _OverlapAnnounced, 1, "weight", "the same, given what of our own router helps it most: announced placements"
     ),
     "exploit-explore": Source(
-        _ExploitExplore, 2, "imbalance", "Preble's E2: exploit when more is cached than remains, else explore"
+        _ExploitExplore,
+        2,
+        "imbalance",
+        "Preble's E2: exploit when more is cached than remains, else explore; the imbalance that ends exploiting is our"
+        " choice, and its later rebalancing and replication are left out",
     ),
     "oracle": Source(_Oracle, 0, "", "greedy with true queues and caches, which no router can know"),
     "pooled-lru": Source(
-        _LeastLoaded, 0, "", "a bound: one LRU cache of all workers' size, free to all; placed by load", Cache.POOLED
+        _LeastLoaded, 0, "", "a yardstick: one LRU cache of all workers' size, free to all; by load", Cache.POOLED
     ),
     "infinite": Source(
         _LeastLoaded, 0, "", "a bound: one cache without end, free to all; placed by load", Cache.UNBOUNDED

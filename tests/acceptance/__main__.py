@@ -2,13 +2,13 @@
 
     python -m tests.acceptance [--data DIR] [--quick] [--jobs N] [--only TABLE,...]
 
-Measurements are kept in .acceptance/<digest of the code>/, one file each: what is interrupted goes on where it was."""
+Measurements are kept in .acceptance/<digest of code and traces>/, one file each: what is interrupted goes on where it
+was."""
 
 import argparse
 import concurrent.futures
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from . import bars, plan, report
-from .cells import Cell, Measured, code_digest, measure
+from .cells import Cell, Measured, digest, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data" / "traces"
@@ -35,12 +35,8 @@ def main() -> int:
     tables = plan.QUICK if asked.quick else plan.TABLES
     if asked.only:
         tables = [table for table in tables if table.key in asked.only.split(",")]
-    kept = ROOT / ".acceptance"
-    folder = kept / code_digest()
+    folder = ROOT / ".acceptance" / digest(asked.data)
     folder.mkdir(parents=True, exist_ok=True)
-    for other in kept.iterdir():
-        if other != folder:
-            shutil.rmtree(other)
     cells = {cell.key: cell for table in tables for cell in table.cells()}
     measured = _measure_all(list(cells.values()), folder, asked)
     sys.stdout.write(report.tables(tables, measured) + "\n" + report.bar_table(bars.bars(tables, measured)))

@@ -19,15 +19,15 @@ TUNED = {"conv x1": 0.98, "conv x3": 1.01, "conv x5": 0.95, "syn x1": 1.01, "syn
 class Bar(NamedTuple):
     """`measured` to `limit`; at most that, or at least if `is_floor`. None: there is no figure, a run never ended.
 
-    `chance`: how far seeds alone move it. `bound`: where one cache of all workers' memory, with free transfer, would
-    be; no placement gets there."""
+    `chance`: how far seeds alone move it. `pooled`: where one LRU cache of all workers' memory, with free transfer,
+    would be."""
 
     what: str
     limit: float
     measured: float | None
     is_floor: bool = False
     chance: float = 0.0
-    bound: float | None = None
+    pooled: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -69,10 +69,15 @@ def _chance(one: Spread | None, other: Spread | None) -> float:
 
 
 def _ratio(one: Spread | None, other: Spread | None) -> float | None:
-    """Of two means; a baseline that never ends is beaten by any."""
+    """Of two means; a rule that never ends is beaten by any."""
     if one is None:
         return None
     return 0.0 if other is None else one.mean / other.mean
+
+
+def _ratio_to_ours(one: Spread | None, other: Spread | None) -> float | None:
+    """Of two means, the other being ours under better circumstances: none, if that never ends."""
+    return None if other is None else _ratio(one, other)
 
 
 def _published(table: plan.Table, measured: Known) -> list[Bar]:
@@ -89,7 +94,7 @@ def _published(table: plan.Table, measured: Known) -> list[Bar]:
                     limit,
                     _ratio(ours, theirs),
                     chance=_chance(ours, theirs),
-                    bound=_ratio(pooled, theirs),
+                    pooled=_ratio(pooled, theirs),
                 )
             )
     return some
@@ -108,7 +113,7 @@ def _tuned(table: plan.Table, published: plan.Table, measured: Known) -> list[Ba
                 limit,
                 _ratio(ours, best),
                 chance=_chance(ours, best),
-                bound=_ratio(pooled, best),
+                pooled=_ratio(pooled, best),
             )
         )
     return some
@@ -122,7 +127,9 @@ def _columns(table: plan.Table, column: str, limit: float, measured: Known) -> l
         Bar(
             f"{label}, {table.key} {column}: mean TTFT to {table.columns[0][0]}",
             limit,
-            _ratio(figure(table, row, columns[column], "mean", measured), figure(table, row, first, "mean", measured)),
+            _ratio_to_ours(
+                figure(table, row, columns[column], "mean", measured), figure(table, row, first, "mean", measured)
+            ),
         )
         for label, row in table.rows
         if table.key != "estimate" or not label.startswith("tau")
@@ -137,7 +144,7 @@ def _tiers(table: plan.Table, measured: Known) -> list[Bar]:
         for name in ("mean", "p95"):
             one, other = (figure(table, row, columns[which], name, measured) for which in (with_tier, without))
             some.append(
-                Bar(f"conv x1, {name} TTFT: {with_tier} to {without}", 0.90, _ratio(one, other),
+                Bar(f"conv x1, {name} TTFT: {with_tier} to {without}", 0.90, _ratio_to_ours(one, other),
                     chance=_chance(one, other))
             )  # fmt: skip
     return some

@@ -74,16 +74,17 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: list[float]
 
 
-def code_digest() -> str:
-    """Of all that a figure can depend on: what was measured with other code is measured again."""
+def digest(data: Path) -> str:
+    """Of all that a figure can depend on, code and traces: what was measured with others is measured again."""
     files = [Path(__file__)]
     for room in ("bus", "directory", "engine_sim", "lab", "router"):
         files += (SERVICES / room).glob("*.py")
     files += (SERVICES / "worker_bridge" / name for name in ("admission.py", "waiting.py"))
-    digest = hashlib.sha256()
+    files += (data / file for file, _ in TRACES.values())
+    together = hashlib.sha256()
     for path in sorted(files):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+        together.update(path.read_bytes())
+    return together.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=4)
@@ -93,18 +94,22 @@ def recorded(data: Path, name: str) -> Workload:
         return traces.load(lines, block)
 
 
-def measure(cell: Cell, data: Path) -> Measured:
-    if cell.traffic in TRACES:
-        asked = recorded(data, cell.traffic).faster(cell.speed)
-    else:
-        asked = SCENARIOS[cell.traffic](cell.seed).faster(cell.speed)
+def setup_of(cell: Cell) -> Setup:
     fields = {name: msgspec.convert(value, _FIELDS[name]) for name, value in cell.setup.items()}
     setup = Setup(**fields, seed=cell.seed)
     policy = Policy(**cell.weights) if cell.policy == OURS else ruled(cell.policy)
     changes: dict[str, Any] = {"policy": policy}
     if cell.estimate != 1.0:
         changes |= {"model": misjudged(setup.profile, cell.estimate), "learns": False}
-    setup = msgspec.structs.replace(setup, **changes)
+    return msgspec.structs.replace(setup, **changes)
+
+
+def measure(cell: Cell, data: Path) -> Measured:
+    setup = setup_of(cell)
+    if cell.traffic in TRACES:
+        asked = recorded(data, cell.traffic).faster(cell.speed)
+    else:
+        asked = SCENARIOS[cell.traffic](cell.seed).faster(cell.speed)
     try:
         result = run(setup, asked.jittered(cell.seed))
     except NeverEnds:

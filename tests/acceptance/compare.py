@@ -20,7 +20,6 @@ def figure(table: Table, row: Fields, column: Fields, name: str, measured: Known
         values.append(
             {
                 "mean": figures.ttft_ms.mean,
-                "p50": figures.ttft_ms.p50,
                 "p95": figures.ttft_ms.p95,
                 "reuse": figures.token_reuse,
                 "queue": figures.queue_ms.mean if figures.queue_ms else 0.0,
@@ -32,6 +31,7 @@ def figure(table: Table, row: Fields, column: Fields, name: str, measured: Known
 
 
 def difference(ours: Spread, other: Spread) -> str:
-    """Ours to the other's, in percent; "none" within the spread."""
+    """Ours to the other's, in percent; "none" within the spread, which a single seed does not tell."""
     share = ours.against(other)
-    return "none" if share is None else f"{100 * share:+.1f} %"
+    alone = ", of one seed" if min(ours.count, other.count) == 1 else ""
+    return "none" if share is None else f"{100 * share:+.1f} %{alone}"

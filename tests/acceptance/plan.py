@@ -99,8 +99,8 @@ TABLES = [
     Table(
         "published",
         "Against rules as they are published",
-        "One setting of ours for all traffic, against each rule at its published default. `pooled-lru` and `infinite`"
-        " are bounds that no placement reaches.",
+        "One setting of ours for all traffic, against each rule at its published default. The last three no router"
+        " can be: `oracle` knows true queues and caches, `pooled-lru` and `infinite` are one cache for all workers.",
         REAL,
         _policies(OURS, *PUBLISHED, "oracle", "pooled-lru", "infinite"),
         seeds=2,

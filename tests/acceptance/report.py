@@ -13,32 +13,43 @@ from .plan import Table
 
 # What no router can do, or know.
 BOUNDS = ("oracle", "pooled-lru", "infinite")
+FIGURES = {
+    "mean": "Mean TTFT, ms",
+    "p95": "p95 TTFT, ms",
+    "reuse": "Token reuse, share of prompt tokens",
+    "lost": "Requests that did not end well",
+}
 
 
 def said(value: Spread | None, name: str) -> str:
     if value is None:
         return "never ends"
-    if name in ("reuse", "imbalance"):
-        return f"{value.mean:.3f}" if name == "reuse" else f"{value.mean:.2f}"
+    if name == "reuse":
+        return f"{value.mean:.3f}"
     half = value.width / 2
     return f"{value.mean:.0f}" if half < 0.5 else f"{value.mean:.0f} ± {half:.0f}"
 
 
 def table(one: Table, measured: Known) -> str:
     lines = [f"## {one.title}", "", one.question, ""]
-    lines.append(f"TTFT in ms ({', '.join(one.shows)}); {one.seeds} seed{'s' if one.seeds > 1 else ''}.")
     for name in one.shows:
-        lines += ["", f"| {name} | " + " | ".join(label for label, _ in one.columns) + " |"]
+        lines += [f"{FIGURES[name]}, {one.seeds} seed{'s' if one.seeds > 1 else ''}:", ""]
+        lines.append("| | " + " | ".join(label for label, _ in one.columns) + " |")
         lines.append("|---" * (1 + len(one.columns)) + "|")
         for label, row in one.rows:
             values = [figure(one, row, column, name, measured) for _, column in one.columns]
-            known = [value.mean for value in values if value is not None]
-            best = max(known) if name == "reuse" else min(known) if known else 0.0
+            possible = [
+                value.mean
+                for (of, _), value in zip(one.columns, values, strict=True)
+                if value is not None and of not in BOUNDS
+            ]
+            best = (max if name == "reuse" else min)(possible, default=None)
             cells = [
                 f"**{said(value, name)}**" if value is not None and value.mean == best else said(value, name)
                 for value in values
             ]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines.append("")
     return "\n".join(lines) + "\n"
 
 
@@ -52,17 +63,17 @@ def bar_table(some: list[Bar]) -> str:
         value = "never ends" if bar.measured is None else f"{bar.measured:.3f}"
         if bar.chance:
             value += f" ± {bar.chance:.3f}"
-        bound = "" if bar.bound is None else f"{bar.bound:.3f}"
+        pooled = "" if bar.pooled is None else f"{bar.pooled:.3f}"
         sign = ">=" if bar.is_floor else "<="
-        lines.append(f"| {bar.what} | {sign} {bar.limit:g} | {value} | {bound} | {_verdict(bar)} |")
+        lines.append(f"| {bar.what} | {sign} {bar.limit:g} | {value} | {pooled} | {_verdict(bar)} |")
     return "\n".join(lines) + "\n"
 
 
 def _verdict(bar: Bar) -> str:
     if bar.holds:
         return "holds"
-    if bar.bound is not None and bar.bound > bar.limit:
-        return "**fails**, and so would the bound"
+    if bar.pooled is not None and bar.pooled > bar.limit:
+        return "**fails**, as the pooled LRU would"
     if bar.measured is not None and abs(bar.measured - bar.limit) <= bar.chance:
         return "**fails**, by less than seeds move it"
     return "**fails**"
@@ -139,7 +150,7 @@ queues in their answers, and announced placements; other routers hand their engi
 
 
 BARS = """Ratios of TTFT unless said; ± is how far the seeds move the ratio. "Pooled LRU" is where one cache of all
-workers' memory with free transfer would be, in place of ours: a bar beyond it no placement reaches.
+workers' memory with free transfer would be, in place of ours.
 """
 LOST = """Beyond the spread, of all tables below: there ours is not the best choice. The last columns tell why: less
 reuse, or the same reuse and a longer queue. The weight of `overlap` that suits a row best is known only afterwards.

@@ -212,5 +212,6 @@ def test_pulls_from_a_worker_that_fails_are_computed(load: Workload) -> None:
 
     result = run(setup, load)
 
+    assert sum(one.pulled_tokens for one in result.served) > 0
     assert {one.status for one in result.served} <= {"ok", "error"}
     assert result.leftovers == []

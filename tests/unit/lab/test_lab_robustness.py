@@ -7,9 +7,8 @@ import pytest
 
 from prefixbus.lab import synthetic
 from prefixbus.lab.harness import run
-from prefixbus.lab.setup import Setup
+from prefixbus.lab.setup import Setup, misjudged
 from prefixbus.lab.workload import Workload
-from prefixbus.router.cost import PROFILES
 
 # Whole runs of a fleet: seconds of computing each, more on a machine that does other things.
 pytestmark = pytest.mark.timeout(90)
@@ -18,12 +17,7 @@ BAR = 1.05
 
 
 def wrong_by(factor: float) -> Setup:
-    model = PROFILES["h100-8b"]
-    off = {
-        name: factor * getattr(model, name)
-        for name in ("fixed_ms", "token_ms", "attention_ms", "decode_context_token_ms")
-    }
-    return Setup(model=msgspec.structs.replace(model, **off))
+    return Setup(model=misjudged("h100-8b", factor))
 
 
 @functools.cache

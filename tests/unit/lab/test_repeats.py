@@ -100,9 +100,20 @@ def test_no_cache_finds_more_than_one_that_forgets_nothing(paths: list[list[int]
     told = reported(*asked, workers=workers, kv_tokens=16 * blocks)
 
     assert told.infinite.token_reuse == pytest.approx(told.all.share)
-    assert told.pooled.token_reuse <= told.infinite.token_reuse
-    assert told.in_turn.token_reuse <= told.infinite.token_reuse
+    assert max(told.pooled.token_reuse, told.in_turn.token_reuse) <= told.ceiling.token_reuse
+    assert told.ceiling.token_reuse <= told.infinite.token_reuse
     assert reported(*asked).in_turn == reported(*asked).pooled
+
+
+def test_a_scan_of_what_is_never_asked_again_takes_nothing_from_the_ceiling() -> None:
+    """One LRU of both workers' four blocks loses the prompt that repeats; a worker of its own would keep it."""
+    scan = iter(range(100, 200))
+    asked = [prompt(1) if number % 6 == 0 else prompt(next(scan)) for number in range(24)]
+
+    told = reported(*asked, workers=2, kv_tokens=2 * 16)
+
+    assert told.pooled.token_reuse == 0
+    assert told.ceiling.token_reuse == told.infinite.token_reuse == 3 / 24
 
 
 def test_of_no_prompts_nothing_can_be_said() -> None:
@@ -118,7 +129,7 @@ def bound(saved_ms: float) -> Bound:
 
 
 @pytest.mark.parametrize(
-    ("prefill_ms", "pooled_ms", "in_turn_ms", "go", "because"),
+    ("prefill_ms", "ceiling_ms", "in_turn_ms", "go", "because"),
     [
         pytest.param(100_000, 50_000, 10_000, True, "go: ", id="much is gained"),
         pytest.param(100_000, 50_000, 50_000, False, "no-go: ", id="all of it is there without a router"),
@@ -127,10 +138,10 @@ def bound(saved_ms: float) -> Bound:
     ],
 )
 def test_go_means_that_choosing_workers_gains_more_than_it_costs(
-    prefill_ms: float, pooled_ms: float, in_turn_ms: float, go: bool, because: str
+    prefill_ms: float, ceiling_ms: float, in_turn_ms: float, go: bool, because: str
 ) -> None:
     """A thousand requests."""
-    decided, sentence = repeats.verdict(1000, prefill_ms, bound(pooled_ms), bound(in_turn_ms))
+    decided, sentence = repeats.verdict(1000, prefill_ms, bound(ceiling_ms), bound(in_turn_ms))
 
     assert decided is go
     assert because in sentence

@@ -89,6 +89,13 @@ def test_least_loaded_goes_by_queued_work_and_least_requests_by_their_number() -
     assert ruled("least-requests")(0).choose(two) == "w2"
 
 
+def test_of_two_idle_workers_power_of_two_takes_the_first_drawn() -> None:
+    idle = sight(*(candidate(f"w{number}") for number in range(4)))
+    rule = ruled("power-of-two")(0)
+    chosen = Counter(rule.choose(idle) for _ in range(400))
+    assert all(70 <= count <= 130 for count in chosen.values()) and len(chosen) == 4
+
+
 def test_power_of_two_never_takes_the_busiest_and_not_always_the_idlest() -> None:
     three = sight(candidate("w1"), candidate("w2"), candidate("w3"), books=busy(w2=1, w3=2))
     rule = ruled("power-of-two")(0)
@@ -123,7 +130,7 @@ def test_longest_hit_goes_there_whatever_the_queue() -> None:
     assert ruled("longest-hit")(0).choose(two) == "w1"
 
 
-def test_threshold_takes_a_long_hit_else_the_smallest_tree_else_balances() -> None:
+def test_threshold_takes_a_long_hit_else_the_fewer_of_two_else_balances() -> None:
     rule = ruled("threshold:0.5")(0)
     books = busy(w1=1)
     assert rule.choose(sight(candidate("w1", PROMPT * 3 // 4), candidate("w2"), books=books)) == "w1"
