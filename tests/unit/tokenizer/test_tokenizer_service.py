@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -165,6 +166,7 @@ async def running(
     max_model_len: int = 2048,
     captured: tuple[str, ...] = (),
     adapters: dict[str, AdapterSection] | None = None,
+    tool_parser: str = "",
 ) -> AsyncIterator[Stage]:
     (tmp_path / "creds").mkdir()
     for purpose in ("namespace", "journal"):
@@ -177,6 +179,7 @@ async def running(
         block_size=16,
         max_model_len=max_model_len,
         adapters=adapters or {},
+        tool_parser=tool_parser,
     )
     config = Config(
         limits=limits or LimitsSection(),
@@ -257,6 +260,63 @@ async def test_a_request_goes_to_the_router_with_all_that_is_needed(tmp_path: Pa
         assert sent.reply == f"_SVC.tokenizer.t1.nr.{route.request_id}"
         assert len(stage.bus.sent) == 1
         await stage.bus.until(lambda: stage.metric("requests_total", code="ok"))
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("text", ["hi", LONG_TEXT], ids=["at once", "in a thread"])
+async def test_tools_that_the_engine_finds_go_with_the_chat_and_the_same_tokens(tmp_path: Path, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}], "tools": [TOOL], "max_tokens": 8}
+    async with running(tmp_path, tool_parser="hermes") as stage:
+        await stage.send({**body, "tool_choice": "required", "resume": {}})
+        route, read, _ = await stage.routed()
+        await stage.send({**body, "tool_choice": "none"})
+        _, plain, _ = await stage.routed(count=2)
+
+        chat = orjson.loads(read.chat)
+        assert chat == {
+            "messages": body["messages"],
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "add_generation_prompt": True,
+        }
+        assert (plain.chat, plain.tokens) == (b"", read.tokens)
+        assert (route.resumable, read.resumable) == (False, False)
+
+
+async def test_without_a_parser_tools_are_shown_to_the_model_alone(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send({**BODY, "tools": [TOOL]})
+
+        _, job, _ = await stage.routed()
+        assert job.chat == b""
+
+
+@pytest.mark.parametrize("text", ["hi", LONG_TEXT], ids=["at once", "in a thread"])
+async def test_a_resumed_answer_is_its_prompt_with_what_was_said(tmp_path: Path, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    async with running(tmp_path) as stage:
+        await stage.send({**body, "resume": {}})
+        first, begun, _ = await stage.routed()
+        await stage.send({**body, "resume": {"token_ids": [7, 300, 9]}})
+        route, resumed, _ = await stage.routed(count=2)
+
+        assert (first.resumable, begun.resumable, begun.said_tokens) == (True, True, 0)
+        assert (route.resumable, resumed.resumable, resumed.said_tokens) == (True, True, 3)
+        assert resumed.tokens == begun.tokens + array("I", [7, 300, 9]).tobytes()
+        assert route.prompt_tokens == first.prompt_tokens + 3
+        assert route.keys == blockkeys.chain(resumed.tokens, 16, namespace.seed(route.ns_id))
+        assert [orjson.loads(job.params)["max_tokens"] for job in (begun, resumed)] == [8, 5]
+
+
+async def test_what_was_said_is_in_the_models_vocabulary(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send({**BODY, "resume": {"token_ids": [10**6]}})
+
+        headers = await stage.refused()
+        assert headers["Pb-Error"] == "bad_request"
+        assert headers["Nats-Service-Error"].startswith("resume.token_ids: holds a token id outside")
 
 
 async def test_a_request_without_an_id_is_known_by_ours(tmp_path: Path) -> None:
