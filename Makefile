@@ -79,8 +79,8 @@ test-unit: setup ## tests/unit: seconds, no services
 test: setup ## the whole suite but vllm, slow and bench; starts what it needs
 	$(BIN)/python -m pytest
 
-demo: setup ## a cluster, a workload, and what routing by prefix gains over round-robin
-	$(BIN)/prefixbus demo
+demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## a workload, and what routing by prefix gains; ENGINE=vllm: on two real engines
+	$(BIN)/prefixbus demo $(if $(ENGINE),--engine $(ENGINE))
 
 up: setup ## a cluster in the foreground, state in .prefixbus
 	$(BIN)/prefixbus up

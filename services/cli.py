@@ -22,13 +22,25 @@ import typer
 from .bus.errors import PrefixbusError, Unavailable
 from .cluster.inquiries import commands as inquiries
 from .cluster.lab import commands as lab
-from .cluster.options import DEFAULT_STATE, TOKEN_VARIABLE, Label, State, TokenFile, only_with, read_token
+from .cluster.options import (
+    DEFAULT_STATE,
+    DEFAULT_VLLM_PYTHON,
+    TOKEN_VARIABLE,
+    EngineKind,
+    Label,
+    State,
+    TokenFile,
+    VllmPython,
+    only_with,
+    read_token,
+)
 
 if TYPE_CHECKING:
     from .bus.connection import Bus
     from .cluster.control import PolicyInForce
     from .cluster.deployment import Deployment
     from .cluster.state import NewTenant
+    from .cluster.vllm import Vllm
 
 # Heavy modules are imported by the commands that need them: every service process starts through this file.
 
@@ -152,7 +164,13 @@ def provision(state: State = DEFAULT_STATE, nats: Annotated[str, typer.Option(he
 def up(
     state: State = DEFAULT_STATE,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Engines, each with its bridge.")] = 3,
-    engine: Annotated[str, typer.Option(help="What stands behind the bridges; only 'sim' so far.")] = "sim",
+    engine: EngineKind = "sim",
+    weights: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="--engine vllm: the model's weights; SmolLM2's are at hand."),
+    ] = None,
+    engine_flags: Annotated[str, typer.Option(help="--engine vllm: more of vLLM's own flags, for each engine.")] = "",
+    vllm_python: VllmPython = DEFAULT_VLLM_PYTHON,
     model: Annotated[str, typer.Option(help="The model that the engines serve, from config.toml.")] = DEFAULT_MODEL,
     scale: Annotated[str, typer.Option(help="Copies: tokenizer=2,router=2,directory=2,auditor=2.")] = "",
     port: Annotated[
@@ -164,12 +182,13 @@ def up(
     from .cluster import deployment
     from .cluster import state as state_module
 
-    if engine != "sim":
-        raise typer.BadParameter(f"{engine!r} is not served yet; use sim.", param_hint="--engine")
+    real = _vllm(engine, vllm_python, model, weights, engine_flags)
     copies = _parse_scale(scale, deployment.SCALABLE)
     deployment.check_config(state, model)
     with state_module.lock(state):
-        options = deployment.Options(workers=workers, model=model, scale=copies, nats_port=deployment.choose_port(port))
+        options = deployment.Options(
+            workers=workers, model=model, scale=copies, nats_port=deployment.choose_port(port), vllm=real
+        )
         running = deployment.Deployment(state, options, _say)
         _say(f"starting {running.plan()}")
         if port is None and options.nats_port != deployment.DEFAULT_PORT:
@@ -177,11 +196,33 @@ def up(
         report = deployment.prepare(state, running.workers)
         if report.created:
             _say(f"{report.sentence()} in {state}")
-        asyncio.run(_serve(running, report.demo, state, model))
+        asyncio.run(_serve(running, report.demo, state, model, is_simulated=real is None))
 
 
-async def _serve(running: "Deployment", new: "NewTenant | None", state: Path, model: str) -> None:
+def _vllm(engine: str, python: Path, model: str, weights: Path | None, flags: str) -> "Vllm | None":
+    """The real engine that was asked for; None for the simulated one.
+
+    :raises ConfigInvalid: vLLM or the model's weights are not there."""
+    from .cluster import vllm
+
+    if engine not in ("sim", "vllm"):
+        raise typer.BadParameter(f"{engine!r} is neither sim nor vllm.", param_hint="--engine")
+    if engine == "sim":
+        given = {"--weights": weights, "--engine-flags": flags}
+        only_with("--engine vllm", [name for name, value in given.items() if value])
+        return None
+    vllm.check_python(python)
+    if weights is None and model != DEFAULT_MODEL:
+        raise typer.BadParameter(f"name the directory of {model}'s weights.", param_hint="--weights")
+    return vllm.Vllm(python=python, weights=weights or vllm.smollm2_weights(python, _say), flags=shlex.split(flags))
+
+
+async def _serve(
+    running: "Deployment", new: "NewTenant | None", state: Path, model: str, *, is_simulated: bool
+) -> None:
     """Runs a cluster until it is told to stop. :raises typer.Exit: it was told before it was up."""
+    from .cluster import guidance
+
     stop = _stop_event()
     _say(WAITING)
     was_up = False
@@ -196,6 +237,9 @@ async def _serve(running: "Deployment", new: "NewTenant | None", state: Path, mo
             _say(f"policy: {policy_now.sentence()}")
             if new is not None:
                 _introduce(new, state, running.nats_url, model=model, when="in a second terminal")
+                if is_simulated:
+                    _say("")
+                    _say(guidance.RANDOM_WORDS)
             else:
                 replace = f"{_program()} tenant demo --replace{_state_option(state)}"
                 _say(f"tokens were shown when they were made; a new one for tenant demo: {replace}")
@@ -331,8 +375,7 @@ def send(
     is_simulated = False
     if not nats:
         cluster = deployment.read_cluster(state)
-        # Only simulated engines are started by `up` so far.
-        nats, is_simulated = cluster.nats_url, bool(cluster.engines)
+        nats, is_simulated = cluster.nats_url, cluster.simulated and bool(cluster.engines)
     if ca is not None:
         context = tls.client_context(config.TlsSection(ca=str(ca.absolute())), state)
     else:
@@ -442,7 +485,13 @@ def tenant(
 
 
 @app.command()
-def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engines.")] = 3) -> None:
+def demo(
+    engine: EngineKind = "sim",
+    workers: Annotated[
+        int, typer.Option(min=0, max=8, help="Engines, at least two; by default 3 simulated ones or 2 real ones.")
+    ] = 0,
+    vllm_python: VllmPython = DEFAULT_VLLM_PYTHON,
+) -> None:
     """Start a cluster, send it a real workload under two policies, and show the difference."""
     from .cluster import demo as demo_module
     from .cluster import deployment
@@ -462,9 +511,16 @@ def demo(workers: Annotated[int, typer.Option(min=2, max=8, help="Simulated engi
         _say(WAITING)
         return await _unless(stop, work(running, directory, token))
 
+    if workers == 1:
+        raise typer.BadParameter("Routing needs at least two.", param_hint="--workers")
+    real = _vllm(
+        engine, vllm_python, DEFAULT_MODEL, None, shlex.join(demo_module.REAL_FLAGS if engine != "sim" else ())
+    )
+    scale = demo_module.SIMULATED if real is None else demo_module.REAL
     with tempfile.TemporaryDirectory(prefix="prefixbus-demo-") as folder:
         directory = Path(folder) / "state"
-        options = deployment.Options(workers=workers, kv_tokens=demo_module.KV_TOKENS)
+        workers = workers or (3 if real is None else 2)
+        options = deployment.Options(workers=workers, kv_tokens=scale.kv_tokens, vllm=real)
         with state_module.lock(directory):
             running = deployment.Deployment(directory, options, _say)
             _say(f"starting {running.plan()}")
@@ -500,8 +556,6 @@ def _introduce(new: "NewTenant", state: Path, url: str, *, model: str = DEFAULT_
     _say("or, with nothing of ours, by natscli 0.4 or newer:")
     _say("")
     _say(guidance.nats_command(new, url, model, ca))
-    _say("")
-    _say(guidance.RANDOM_WORDS)
 
 
 def _export_url(url: str) -> None:

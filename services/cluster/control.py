@@ -12,12 +12,14 @@ import msgspec
 import nats.errors
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NotFoundError
+from prometheus_client.parser import text_string_to_metric_families
 
 from ..bus import messages, subjects
 from ..bus.connection import Bus
 from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
 from ..router import policy
 from ..router.rollout import Role, Rollout, changed
+from . import deployment
 
 _POLICIES = f"$KV.{subjects.BUCKET_POLICIES}"
 _WAIT_S = 10.0
@@ -205,3 +207,17 @@ async def wrong_hits(engine_urls: list[str]) -> int:
                 response.raise_for_status()
                 total += int((await response.json())["wrong_hits"])
     return total
+
+
+async def wrong_hits_seen(directory: Path) -> int:
+    """Requests whose engine said it reused more than it can have, as the bridges of this deployment counted them."""
+    total = 0.0
+    async with deployment.http_session(directory) as session:
+        for file in deployment.run_files(directory):
+            if file.service != "worker_bridge":
+                continue
+            async with session.get(f"{file.http}/metrics") as response:
+                response.raise_for_status()
+                for family in text_string_to_metric_families(await response.text()):
+                    total += sum(each.value for each in family.samples if each.name == "prefixbus_wrong_hits_total")
+    return int(total)

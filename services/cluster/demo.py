@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
 
+import msgspec
 from nats.aio.msg import Msg
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,13 +28,8 @@ from .deployment import DEFAULT_MODEL, Deployment
 from .records import Records
 from .verdict import Run, Sample
 
-SPAN_S = 3.0
-MAX_TOKENS = 24
 SEED = 20
 POLICIES = ("round-robin", "prefix-aware")
-# Long documents: what fits into 8192 tokens beside a question, at the 2.6 characters a token that source code has.
-_DOCUMENT_CHARS = 18_000
-_INSTRUCTION_CHARS = 3_000
 _DOCUMENTS = (
     "bus/connection.py",
     "bus/messages.py",
@@ -44,22 +40,56 @@ _DOCUMENTS = (
     "tokenizer/intake.py",
     "worker_bridge/blocks.py",
 )
-# Each engine holds about half of the documents: the workload fits into the fleet's cache, but not three times over.
-KV_TOKENS = 24_576
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """How big the demo is. Each engine's `kv_tokens` hold about half of the documents: the workload fits into the
+    fleet's cache, but not into every engine's. Source code has 2.6 characters a token."""
+
+    documents: int
+    document_chars: int
+    instruction_chars: int
+    kv_tokens: int
+    max_tokens: int
+    traffic: workload.Size
+
+
+# A document is what fits into 8192 tokens beside a question.
+SIMULATED = Scale(
+    documents=8,
+    document_chars=18_000,
+    instruction_chars=3_000,
+    kv_tokens=24_576,
+    max_tokens=24,
+    traffic=workload.Size(span_s=3.0),
+)
+# SmolLM2 on one core computes a document in some seconds.
+REAL = Scale(
+    documents=6,
+    document_chars=3_900,
+    instruction_chars=1_000,
+    kv_tokens=6_144,
+    max_tokens=12,
+    traffic=workload.Size(span_s=40.0, questions=5, templates=8, systems=8, sessions=2, uniques=3, unique_words=150),
+)
+# What vLLM must be told with it: no prompt may be longer than the KV.
+REAL_FLAGS = ["--max-model-len", "3072"]
 # Records are written a moment after an answer's last frame; they are 100 ms late at most unless something is wrong.
 _JOURNAL_WAIT_S = 10.0
 
 
-def documents() -> list[str]:
+def documents(scale: Scale) -> list[str]:
     """The project's own texts."""
     package = resources.files(__package__.rsplit(".", 1)[0])
-    return [package.joinpath(name).read_text(encoding="utf-8")[:_DOCUMENT_CHARS] for name in _DOCUMENTS]
+    files = _DOCUMENTS[: scale.documents]
+    return [package.joinpath(name).read_text(encoding="utf-8")[: scale.document_chars] for name in files]
 
 
 async def run(deployment: Deployment, operator: Bus, token: str, console: Console) -> bool:
     """Plays the workload under both policies and prints the table; whether prefix-aware won (see the last line)."""
-    texts = documents()
-    tasks = workload.make(texts, texts[0][:_INSTRUCTION_CHARS], random.Random(SEED), span_s=SPAN_S)
+    scale = SIMULATED if deployment.is_simulated else REAL
+    texts = documents(scale)
+    tasks = workload.make(texts, texts[0][: scale.instruction_chars], random.Random(SEED), scale.traffic)
     await control.set_policy(operator, POLICIES[0])
     await _warm_up(deployment, token)
     runs: list[Run] = []
@@ -67,10 +97,13 @@ async def run(deployment: Deployment, operator: Bus, token: str, console: Consol
         await control.set_policy(operator, policy)
         for worker in deployment.workers:
             await control.reset_cache(operator, worker)
-        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks))
+        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks, scale.max_tokens))
     base, ours = runs
-    wrong_hits = await control.wrong_hits(deployment.engine_urls())
-    _show(base, ours, console)
+    if deployment.is_simulated:
+        wrong_hits = await control.wrong_hits(deployment.engine_urls())
+    else:
+        wrong_hits = await control.wrong_hits_seen(deployment.directory)
+    _show(base, ours, console, is_simulated=deployment.is_simulated)
     judged = verdict.judge(base, ours, wrong_hits)
     for reason in judged.reasons:
         console.print(f"failed: {reason}", soft_wrap=True, highlight=False)
@@ -78,7 +111,7 @@ async def run(deployment: Deployment, operator: Bus, token: str, console: Consol
     return judged.ok
 
 
-def _show(base: Run, ours: Run, console: Console) -> None:
+def _show(base: Run, ours: Run, console: Console, *, is_simulated: bool) -> None:
     """The figures, with what they mean, at the console's width."""
     for each in (base, ours):
         console.print(verdict.table(each, workload.CLASSES))
@@ -87,10 +120,16 @@ def _show(base: Run, ours: Run, console: Console) -> None:
     console.print(*legend, "", sep="\n", highlight=False)
     console.print("Both passes began cold: engine caches emptied, and a permission scope each, which shares nothing.\n")
     console.print(verdict.comparison(base, ours), "")
-    console.print(
-        f"net prefill saved by prefix-aware routing over round-robin: {verdict.net_saved_ms(base, ours):.0f} ms "
-        "(prefill avoided by cache hits, less the time that requests waited in queues)"
-    )
+    if is_simulated:
+        console.print(
+            f"net prefill saved by prefix-aware routing over round-robin: {verdict.net_saved_ms(base, ours):.0f} ms "
+            "(prefill avoided by cache hits, less the time that requests waited in queues)"
+        )
+    else:
+        console.print(verdict.warm_and_cold(base, ours), highlight=False)
+        for sample in (each for each in ours.samples if each.request_class == "session"):
+            console.print(f"an answer: {sample.answer.strip()!r}", soft_wrap=True, highlight=False)
+            break
     console.print(verdict.sentence(base, ours), highlight=False)
 
 
@@ -108,7 +147,7 @@ async def _warm_up(deployment: Deployment, token: str) -> None:
                 group.create_task(ask(number))
 
 
-async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task]) -> Run:
+async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task], max_tokens: int) -> Run:
     result = Run(policy)
     news = asyncio.Event()
 
@@ -128,7 +167,7 @@ async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[wo
             started = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for number, task in enumerate(tasks):
-                    group.create_task(_user(client, f"{policy}-{number}", task, started, result, tick))
+                    group.create_task(_user(client, f"{policy}-{number}", task, max_tokens, started, result, tick))
     # What is still missing after this is for the verdict to say.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_JOURNAL_WAIT_S):
@@ -153,14 +192,20 @@ def take(run: Run, subject: str, data: bytes) -> None:
 
 
 async def _user(
-    client: Client, name: str, task: workload.Task, started: float, result: Run, tick: Callable[[], Awaitable[None]]
+    client: Client,
+    name: str,
+    task: workload.Task,
+    max_tokens: int,
+    started: float,
+    result: Run,
+    tick: Callable[[], Awaitable[None]],
 ) -> None:
     await asyncio.sleep(max(0.0, started + task.starts_at - time.monotonic()))
     dialog = [{"role": "system", "content": task.system}] if task.system else []
     for turn, text in enumerate(task.turns):
         dialog.append({"role": "user", "content": text})
         request_id = f"{name}-{turn}"
-        body = {"messages": dialog, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"messages": dialog, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         asked = time.monotonic()
         first: float | None = None
         answer = ""
@@ -178,5 +223,5 @@ async def _user(
             return
         finally:
             await tick()
-        result.samples.append(Sample(task.request_class, request_id, 1000 * (first - asked)))
+        result.samples.append(Sample(task.request_class, request_id, 1000 * (first - asked), answer))
         dialog.append({"role": "assistant", "content": answer})

@@ -1,5 +1,5 @@
 # ruff: noqa: TID251 - it composes a whole deployment out of processes
-"""A deployment on one machine: nats-server, services, simulated engines and their bridges, from one state directory.
+"""A deployment on one machine: nats-server, services, engines and their bridges, from one state directory.
 
 Owns: which processes there are, their order, `cluster.json`.   Must not know: what a service does."""
 
@@ -23,16 +23,19 @@ from ..bus import secretfile, subjects, tls
 from ..bus.config import ModelSection
 from ..bus.connection import Bus, NotAdmitted
 from ..bus.errors import BusUnavailable, ConfigInvalid, Unavailable
+from ..engine_vllm import flags
 from ..router import policy
 from ..tokenizer import gguf
 from . import provision, state
 from .processes import Child, Spec, stop_all
+from .vllm import VLLM_READY_WITHIN_S, Vllm
 
 DEFAULT_MODEL = "smollm2"
 # NATS's own.
 DEFAULT_PORT = 4222
 SCALABLE = ("tokenizer", "directory", "router", "auditor")
 READY_WITHIN_S = 60.0
+_SIMULATED_KV_TOKENS = 1_048_576
 _STOP_PATIENCE_S = 25.0
 _POLL_S = 0.05
 # How long a start may take before it is said what it waits for.
@@ -43,13 +46,15 @@ _NATS, _ENGINE, _BRIDGE, _SERVICE = 0, 1, 2, 3
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. `scale` is the number of copies of each service, for the directory of each shard; `kv_tokens` the
-    cache of each simulated engine."""
+    cache of each engine, 0 for what a simulated one has by itself or a real one's memory holds. Without `vllm` engines
+    are simulated."""
 
     workers: int = 3
     model: str = DEFAULT_MODEL
     scale: dict[str, int] = {}
     nats_port: int = 0
-    kv_tokens: int = 1_048_576
+    kv_tokens: int = 0
+    vllm: Vllm | None = None
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -61,7 +66,8 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class ClusterFile(msgspec.Struct, frozen=True):
-    """`cluster.json`: a running deployment, for whoever wants to use it. `processes` maps names to pids."""
+    """`cluster.json`: a running deployment, for whoever wants to use it. `processes` maps names to pids; `simulated`
+    is what its engines are."""
 
     pid: int
     nats_url: str
@@ -70,6 +76,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
     model: str
     engines: dict[str, Engine]
     processes: dict[str, int]
+    simulated: bool = True
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -283,13 +290,24 @@ class Deployment:
         (self._directory / "cluster.json").unlink(missing_ok=True)
         await stop_all(self._children, _STOP_PATIENCE_S)
 
+    @property
+    def directory(self) -> Path:
+        """Its state."""
+        return self._directory
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its engines are."""
+        return self._options.vllm is None
+
     def engine_urls(self) -> list[str]:
         return [engine.url for engine in self._engines.values()]
 
     def plan(self) -> str:
         """What is started, in words."""
         workers = len(self.workers)
-        engines = "a simulated engine with its bridge" if workers == 1 else f"{workers} simulated engines with bridges"
+        kind = "simulated" if self.is_simulated else "vLLM"
+        engines = f"a {kind} engine with its bridge" if workers == 1 else f"{workers} {kind} engines with bridges"
         copies = [(name, self._options.scale.get(name, 1)) for name in SCALABLE]
         shards = self._shards()
         if shards > 1:
@@ -334,6 +352,7 @@ class Deployment:
             model=self._options.model,
             engines=self._engines,
             processes=pids,
+            simulated=self.is_simulated,
         )
         state.write_json(self._directory / "cluster.json", content)
 
@@ -360,7 +379,8 @@ class Deployment:
         reasons: dict[str, str] = {}
         async with http_session(self._directory) as session:
             now = asyncio.get_running_loop().time
-            deadline = now() + READY_WITHIN_S
+            within_s = READY_WITHIN_S if self.is_simulated else VLLM_READY_WITHIN_S
+            deadline = now() + within_s
             say_at = now() + _PATIENT_S
             while waiting_for:
                 names = {pid: name for name, pid in self.pids().items()}
@@ -373,7 +393,7 @@ class Deployment:
                 if waiting_for and now() > deadline:
                     name = min(waiting_for)
                     raise Unavailable(
-                        f"{name} is not ready after {READY_WITHIN_S:g} s: {reasons.get(name, 'it did not start')}.",
+                        f"{name} is not ready after {within_s:g} s: {reasons.get(name, 'it did not start')}.",
                         remedy=f"See {self._directory / 'logs' / name}.log.",
                     )
                 if waiting_for and now() > say_at:
@@ -411,19 +431,33 @@ class Deployment:
         return config_module.parse("", overrides).directory.shards
 
     def _engine_specs(self) -> list[Spec]:
-        return [Spec(f"engine-{w}", self.engine_command(w, self._engines[w]), _ENGINE) for w in self.workers]
+        return [
+            Spec(f"engine-{worker}", self.engine_command(worker, self._engines[worker]), _ENGINE, self._environ(number))
+            for number, worker in enumerate(self.workers)
+        ]
+
+    def _environ(self, number: int) -> dict[str, str]:
+        """What is set for engine `number`, from 0."""
+        real = self._options.vllm
+        if real is None:
+            return {}
+        cores = flags.share_of(sorted(os.sched_getaffinity(0)), number, len(self.workers))
+        return flags.environment(cores, real.kv_space_gib)
 
     def engine_command(self, worker: str, engine: Engine) -> list[str]:
-        """How a simulated engine of this deployment's model is started."""
+        """How an engine of this deployment's model is started."""
+        if self._options.vllm is not None:
+            return self._vllm_command(self._options.vllm, worker, engine)
         name = self._options.model
         config = self._config_of_model()
+        kv_tokens = self._options.kv_tokens or _SIMULATED_KV_TOKENS
         arguments = {
             "model-dir": str((self._directory / config.tokenizer).resolve()),
             "served-model-name": name,
             "host": "127.0.0.1",
             "port": engine.url.rsplit(":", 1)[1],
             "block-size": str(config.block_size),
-            "num-gpu-blocks": str(self._options.kv_tokens // config.block_size),
+            "num-gpu-blocks": str(kv_tokens // config.block_size),
             "max-model-len": str(config.max_model_len),
             "profile": config.profile,
             "kv-events-endpoint": engine.events,
@@ -433,7 +467,27 @@ class Deployment:
         }
         flags = [text for name, value in arguments.items() for text in (f"--{name}", value)]
         flags += [text for name in config.engine_names().values() for text in ("--adapter", name)]
+        if config.tool_parser:
+            flags += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_parser]
+        if config.reasoning_parser:
+            flags += ["--reasoning-parser", config.reasoning_parser]
         return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details", "--dev-mode"]
+
+    def _vllm_command(self, real: Vllm, worker: str, engine: Engine) -> list[str]:
+        config = self._config_of_model()
+        settings = flags.Settings(
+            weights=str(real.weights),
+            tokenizer=str((self._directory / config.tokenizer).resolve()),
+            served_model_name=self._options.model,
+            port=int(engine.url.rsplit(":", 1)[1]),
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            events=engine.events,
+            replay=engine.replay,
+            topic=f"kv@{worker}",
+            kv_blocks=self._options.kv_tokens // config.block_size,
+        )
+        return flags.command(str(real.python), settings, real.flags)
 
     def _config_of_model(self) -> ModelSection:
         check_config(self._directory, self._options.model)

@@ -9,6 +9,11 @@ import typer
 State = Annotated[Path, typer.Option("--state", help="The state directory.", envvar="PREFIXBUS_STATE")]
 DEFAULT_STATE = Path(".prefixbus")
 TOKEN_VARIABLE = "PREFIXBUS_TOKEN"
+EngineKind = Annotated[str, typer.Option(help="What stands behind the bridges: sim, or vllm (make vllm).")]
+VllmPython = Annotated[
+    Path, typer.Option(help="--engine vllm: a Python that has vLLM.", envvar="PREFIXBUS_VLLM_PYTHON")
+]
+DEFAULT_VLLM_PYTHON = Path(".venv-vllm/bin/python")
 Label = Annotated[str, typer.Option(help="Which of the tenant's credentials the token is.")]
 TokenFile = Annotated[
     Path | None,

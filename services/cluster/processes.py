@@ -25,11 +25,13 @@ WELL_AFTER_S = 30.0
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """A process to keep running. `stage` orders the stop: higher stages are stopped first."""
+    """A process to keep running. `stage` orders the stop: higher stages are stopped first. `environ` is set for it
+    beside ours."""
 
     name: str
     argv: list[str]
     stage: int = 1
+    environ: dict[str, str] = {}
 
 
 class Backoff:
@@ -92,7 +94,12 @@ class Child:
     async def _spawn(self) -> None:
         with open(self._log, "ab") as log:  # noqa: ASYNC230 - a local file, at a start
             self._process = await asyncio.create_subprocess_exec(
-                *self.spec.argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                *self.spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.spec.environ},
+                preexec_fn=_die_with_parent,
             )
 
     async def _keep(self) -> None:

@@ -48,6 +48,7 @@ class Sample(msgspec.Struct, frozen=True):
     request_class: str
     request_id: str
     ttft_ms: float
+    answer: str = ""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -125,10 +126,7 @@ def rows(run: Run, classes: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _row(run: Run, name: str, samples: Sequence[Sample]) -> tuple[str, ...]:
     recorded = [(sample, run.outcomes[sample.request_id]) for sample in samples if sample.request_id in run.outcomes]
-    times: dict[str, list[float]] = defaultdict(list)
-    for sample, outcome in recorded:
-        kind = blockkeys.warmth(outcome.prompt_tokens, outcome.cached_tokens or 0, BLOCK_SIZE)
-        times[kind].append(sample.ttft_ms)
+    times = _by_warmth(run, samples)
     return (
         name,
         str(len(samples)),
@@ -136,6 +134,28 @@ def _row(run: Run, name: str, samples: Sequence[Sample]) -> tuple[str, ...]:
         str(sum(outcome.cached_tokens or 0 for _, outcome in recorded)),
         *(_spread(times[kind]) for kind in _KINDS),
         _spread([sample.ttft_ms for sample in samples]),
+    )
+
+
+def _by_warmth(run: Run, samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """TTFTs of those that have an outcome, by how much of their prompt was cached."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        outcome = run.outcomes.get(sample.request_id)
+        if outcome is not None:
+            kind = blockkeys.warmth(outcome.prompt_tokens, outcome.cached_tokens or 0, BLOCK_SIZE)
+            times[kind].append(sample.ttft_ms)
+    return times
+
+
+def warm_and_cold(*runs: Run) -> str:
+    """How much sooner a first token comes where the prompt was cached, whatever sent it there."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        for kind, found in _by_warmth(run, run.samples).items():
+            times[kind] += found
+    return "first token at the median: " + ", ".join(
+        f"{percentile(times[kind], 0.5):.0f} ms {kind} ({len(times[kind])} requests)" for kind in _KINDS
     )
 
 

@@ -47,30 +47,43 @@ class Task(msgspec.Struct, frozen=True):
     turns: list[str]
 
 
-def make(texts: list[str], instructions: str, chance: random.Random, *, span_s: float) -> list[Task]:
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """How much traffic: `questions` to each document (at most ten), the tasks of each other class, and how many words a
+    text that never comes again has. `span_s` is the time in which all of them start."""
+
+    span_s: float
+    questions: int = 10
+    templates: int = 24
+    systems: int = 24
+    sessions: int = 6
+    uniques: int = 8
+    unique_words: int = 500
+
+
+def make(texts: list[str], instructions: str, chance: random.Random, size: Size) -> list[Task]:
     """The tasks of one run, by start. `texts` are the long documents (a few thousand tokens each); `instructions` is a
     text of about a thousand tokens that templates and system prompts begin with."""
     tasks: list[Task] = []
 
     def add(request_class: str, system: str, *turns: str) -> None:
-        tasks.append(Task(request_class, chance.random() * span_s, system, list(turns)))
+        tasks.append(Task(request_class, chance.random() * size.span_s, system, list(turns)))
 
     for text in texts:
-        for question in _QUESTIONS:
+        for question in _QUESTIONS[: size.questions]:
             add("document", "", f"{text}\n\n{question}")
     template = f"{instructions}\n\nFollow the text above and write one short incident note.\n"
-    for service in _SERVICES:
-        for fault in _FAULTS[:3]:
-            add("template", "", f"{template}Service: {service}\nFault: {fault}\n")
+    notes = [(service, fault) for service in _SERVICES for fault in _FAULTS[:3]]
+    for service, fault in notes[: size.templates]:
+        add("template", "", f"{template}Service: {service}\nFault: {fault}\n")
     system = f"You help people who operate the following software.\n{instructions}"
-    for number, service in enumerate(_SERVICES * 3):
+    for number, service in enumerate((_SERVICES * 3)[: size.systems]):
         add(
             "system", system, f"Ticket {number}: the {service} {_FAULTS[number % len(_FAULTS)]}. Who should look at it?"
         )
-    for number in range(6):
+    for number in range(size.sessions):
         add("session", system, f"I run cluster {number} with {2 + number} workers. {_TURNS[0]}", *_TURNS[1:])
-    for _ in range(8):
+    for _ in range(size.uniques):
         words = "\n".join(texts).split()[:4000]
         chance.shuffle(words)
-        add("unique", "", " ".join(words[:500]))
+        add("unique", "", " ".join(words[: size.unique_words]))
     return sorted(tasks, key=lambda task: task.starts_at)

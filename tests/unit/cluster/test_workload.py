@@ -11,11 +11,11 @@ from prefixbus.cluster.workload import Task
 
 TEXTS = [f"Document {name}. " + " ".join(f"{name}{number}" for number in range(600)) for name in "abcd"]
 INSTRUCTIONS = "Do this, then that. " * 40
-SPAN_S = 3.0
+SIZE = workload.Size(span_s=3.0)
 
 
 def made(seed: int = 1) -> list[Task]:
-    return workload.make(TEXTS, INSTRUCTIONS, random.Random(seed), span_s=SPAN_S)
+    return workload.make(TEXTS, INSTRUCTIONS, random.Random(seed), SIZE)
 
 
 def of_class(name: str) -> list[Task]:
@@ -38,7 +38,7 @@ def test_tasks_come_by_start_and_start_within_the_span() -> None:
     starts = [task.starts_at for task in made()]
 
     assert all(before <= after for before, after in pairwise(starts))
-    assert 0 <= starts[0] and starts[-1] < SPAN_S
+    assert 0 <= starts[0] and starts[-1] < SIZE.span_s
 
 
 def test_each_class_has_its_share() -> None:
@@ -85,9 +85,26 @@ def test_unique_prompts_share_no_beginning() -> None:
     assert len(set(beginnings)) == len(beginnings)
 
 
-def test_the_demo_asks_about_real_files_that_fit_beside_their_question() -> None:
-    texts = demo.documents()
+@pytest.mark.parametrize(("scale", "max_model_len"), [(demo.SIMULATED, 8192), (demo.REAL, 3072)])
+def test_the_demo_asks_about_real_files_that_fit_beside_their_question(scale: demo.Scale, max_model_len: int) -> None:
+    texts = demo.documents(scale)
 
-    # 2.6 characters a token is what SmolLM2 makes of source code: at most 8192 tokens with question and answer.
-    assert all(5_000 < len(text) < 20_000 for text in texts)
-    assert len(set(texts)) == 8
+    # 2.6 characters a token is what SmolLM2 makes of source code; a question and its answer are short.
+    assert all(len(text) / 2.6 < max_model_len - 200 for text in texts)
+    assert len(set(texts)) == scale.documents
+
+
+@pytest.mark.parametrize(("scale", "workers"), [(demo.SIMULATED, 3), (demo.REAL, 2)])
+def test_the_demos_documents_fit_into_the_fleet_and_not_into_one_engine(scale: demo.Scale, workers: int) -> None:
+    tokens = sum(len(text) for text in demo.documents(scale)) / 2.6
+
+    assert scale.kv_tokens < tokens < workers * scale.kv_tokens
+
+
+def test_less_traffic_is_less_of_each_class() -> None:
+    less = workload.Size(span_s=1.0, questions=2, templates=3, systems=4, sessions=1, uniques=2)
+
+    tasks = workload.make(TEXTS, INSTRUCTIONS, random.Random(1), less)
+
+    counted = Counter(task.request_class for task in tasks)
+    assert counted == {"document": 2 * len(TEXTS), "template": 3, "system": 4, "session": 1, "unique": 2}

@@ -1,0 +1,1 @@
+"""The real engine: how vLLM is started, and weights for it."""
