@@ -5,6 +5,8 @@
     abort    the stream ends with `finish_reason: abort`: what vLLM says when its core dropped a request
     reset    the connection is reset
 
+Ordered by POST `/sim/fault`; DELETE takes back what has not happened.
+
 Owns: which request fails next, and when.   Must not know: HTTP."""
 
 from typing import Annotated, Literal
@@ -29,6 +31,9 @@ class Faults:
 
     def order(self, fault: Fault) -> None:
         self._ordered.append(fault)
+
+    def clear(self) -> None:
+        self._ordered.clear()
 
     def next(self) -> Fault | None:
         if not self._ordered:

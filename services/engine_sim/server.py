@@ -146,6 +146,7 @@ class EngineServer:
             web.post("/sim/resume", self.sim_resume),
             web.post("/sim/leak", self.sim_leak),
             web.post("/sim/fault", self.sim_fault),
+            web.delete("/sim/fault", self.sim_no_fault),
         ]
         if config.dev_mode:
             routes.append(web.post("/reset_prefix_cache", self.reset_prefix_cache))
@@ -454,6 +455,10 @@ class EngineServer:
     async def sim_fault(self, http: web.Request) -> web.Response:
         """See faults.py."""
         self._faults.order(_decoded(msgspec.json.Decoder(Fault).decode, await http.read()))
+        return _json(b"{}")
+
+    async def sim_no_fault(self, http: web.Request) -> web.Response:
+        self._faults.clear()
         return _json(b"{}")
 
     async def sim_resume(self, http: web.Request) -> web.Response:

@@ -99,31 +99,31 @@ async def test_reasoning_is_told_apart_and_counted(reading: World) -> None:
         await reading.until_idle(bridge)
 
 
-async def test_a_chat_that_the_engine_reads_is_aborted_by_a_cancel(tmp_path: Path) -> None:
-    async with world(tmp_path, engine={**PARSERS, "profile": "h100-8b"}) as here, here.serving() as bridge:
-        job = chat_job(here, 1, params={"max_tokens": 1500})
-        answer = await here.listen(job)
-        await here.send(here.dispatch(job))
+async def test_a_chat_that_the_engine_reads_is_aborted_by_a_cancel(slow: World) -> None:
+    async with slow.serving() as bridge:
+        job = chat_job(slow, 1, params={"max_tokens": 1500})
+        answer = await slow.listen(job)
+        await slow.send(slow.dispatch(job))
         await eventually(lambda: len(answer.chunks) > 5, "the answer has begun")
 
-        await here.cancel(job)
+        await slow.cancel(job)
 
         await eventually(lambda: bool(answer.finals), "the end")
         assert answer.finals[0]["Pb-Error"] == "cancelled"
-        await here.until_idle(bridge)
+        await slow.until_idle(bridge)
 
 
-async def test_a_chat_whose_client_is_gone_is_aborted(tmp_path: Path) -> None:
-    async with world(tmp_path, engine={**PARSERS, "profile": "h100-8b"}) as here, here.serving() as bridge:
-        job = chat_job(here, 1, params={"max_tokens": 1500})
-        answer = await here.listen(job)
-        await here.send(here.dispatch(job))
+async def test_a_chat_whose_client_is_gone_is_aborted(slow: World) -> None:
+    async with slow.serving() as bridge:
+        job = chat_job(slow, 1, params={"max_tokens": 1500})
+        answer = await slow.listen(job)
+        await slow.send(slow.dispatch(job))
         await eventually(lambda: len(answer.chunks) > 5, "the answer has begun")
 
         await answer.subscription.unsubscribe()
 
-        assert (await here.outcome(job)).error == "cancelled"
-        await here.until_idle(bridge)
+        assert (await slow.outcome(job)).error == "cancelled"
+        await slow.until_idle(bridge)
 
 
 class Rerendering(VllmHttp):
@@ -246,41 +246,48 @@ def said(answer: Answer) -> list[int]:
     return [token for chunk in answer.chunks for choice in chunk["choices"] for token in choice["token_ids"]]
 
 
-@pytest.mark.parametrize("params", [{}, {"stop": ["NO!", "?"]}], ids=["plain", "with stops"])
-async def test_an_answer_that_broke_off_goes_on_as_if_it_had_not(reading: World, params: dict[str, Any]) -> None:
-    async with reading.serving() as bridge:
-        tokens = prompt(6, 3 * BLOCK)
-        whole = await reading.ask(reading.job(tokens, params={"max_tokens": 12, **params}, resumable=True))
-        await reading.engine.post("/sim/fault", {"kind": "reset", "after_tokens": 9})
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncIterator[World]:
+    """An engine that takes time for its tokens: some are passed on before it fails."""
+    async with world(tmp_path, engine={**PARSERS, "profile": "h100-8b"}) as here:
+        yield here
 
-        broken = await reading.ask(reading.job(tokens, params={"max_tokens": 12, **params}, resumable=True))
+
+@pytest.mark.parametrize("params", [{}, {"stop": ["NO!", "?"]}], ids=["plain", "with stops"])
+async def test_an_answer_that_broke_off_goes_on_as_if_it_had_not(slow: World, params: dict[str, Any]) -> None:
+    async with slow.serving() as bridge:
+        tokens = prompt(6, 3 * BLOCK)
+        whole = await slow.ask(slow.job(tokens, params={"max_tokens": 50, **params}, resumable=True))
+        await slow.engine.post("/sim/fault", {"kind": "reset", "after_tokens": 40})
+
+        broken = await slow.ask(slow.job(tokens, params={"max_tokens": 50, **params}, resumable=True))
         had = said(broken)
-        rest = reading.job(
+        rest = slow.job(
             tokens + had,
-            params={"max_tokens": 12 - len(had), **params},
+            params={"max_tokens": 50 - len(had), **params},
             resumable=True,
             said_tokens=len(had),
         )
-        resumed = await reading.ask(rest)
+        resumed = await slow.ask(rest)
 
         (end,) = broken.finals
         assert (end["Pb-Error"], end["Pb-Resume"]) == ("worker_lost", "resumable")
-        assert 0 < len(had) < 12
+        assert 0 < len(had) <= 40
         assert had + said(resumed) == said(whole)
         assert broken.text + resumed.text == whole.text
         assert not any("role" in delta for delta in deltas(resumed))
         counts = [answer.chunks[-1]["usage"] for answer in (whole, resumed)]
-        assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in counts] == [(24, 12)] * 2
+        assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in counts] == [(24, 50)] * 2
         assert resumed.headers(0)["Pb-Prompt-Tokens"] == "24"
-        assert (await reading.outcome(rest)).prompt_tokens == 24 + len(had)
-        await reading.until_idle(bridge)
+        assert (await slow.outcome(rest)).prompt_tokens == 24 + len(had)
+        await slow.until_idle(bridge)
 
 
-async def test_who_did_not_ask_for_it_gets_no_tokens_and_cannot_resume(reading: World) -> None:
-    async with reading.serving():
-        await reading.engine.post("/sim/fault", {"kind": "reset", "after_tokens": 2})
+async def test_who_did_not_ask_for_it_gets_no_tokens_and_cannot_resume(slow: World) -> None:
+    async with slow.serving():
+        await slow.engine.post("/sim/fault", {"kind": "reset", "after_tokens": 40})
 
-        broken = await reading.ask(reading.job(prompt(7, 20)))
+        broken = await slow.ask(slow.job(prompt(7, 20), params={"max_tokens": 50}))
 
         assert all("token_ids" not in choice for chunk in broken.chunks for choice in chunk["choices"])
         assert broken.finals[0]["Pb-Resume"] == "not_resumable"
@@ -294,7 +301,8 @@ async def until_given_back(at: World, job: Job) -> None:
 
 
 def either_way(at: World, seed: int) -> list[Job]:
-    return [at.job(prompt(seed, 20)), chat_job(at, seed)]
+    params = {"max_tokens": 50}
+    return [at.job(prompt(seed, 20), params=params), chat_job(at, seed, params=params)]
 
 
 @pytest.mark.parametrize(
@@ -322,22 +330,19 @@ async def test_what_fails_before_its_first_token_is_given_back_and_says_nothing(
 @pytest.mark.parametrize(
     ("kind", "code"), [("error", "engine_failed"), ("abort", "engine_failed"), ("reset", "worker_lost")]
 )
-async def test_what_fails_after_its_first_token_is_ended_once_with_its_error(
-    tmp_path: Path, kind: str, code: str
-) -> None:
-    # With an engine so slow that each token comes alone.
-    async with world(tmp_path, engine={**PARSERS, "profile": "h100-8b"}) as here, here.serving() as bridge:
-        for job in either_way(here, 8):
-            await here.engine.post("/sim/fault", {"kind": kind, "after_tokens": 3})
+async def test_what_fails_after_its_first_token_is_ended_once_with_its_error(slow: World, kind: str, code: str) -> None:
+    async with slow.serving() as bridge:
+        for job in either_way(slow, 8):
+            await slow.engine.post("/sim/fault", {"kind": kind, "after_tokens": 40})
 
-            answer = await here.ask(job)
+            answer = await slow.ask(job)
 
             (end,) = answer.finals
             assert (end["Pb-Error"], end["Pb-Seq"]) == (code, str(len(answer.chunks)))
             assert (end["Pb-Resume"], len(answer.chunks) > 0) == ("not_resumable", True)
-            assert (await here.outcome(job)).error == code
-            await here.ask(here.job(prompt(9, 20)))
-        await here.until_idle(bridge)
+            assert (await slow.outcome(job)).error == code
+            await slow.ask(slow.job(prompt(9, 20)))
+        await slow.until_idle(bridge)
 
 
 async def test_an_engine_that_hangs_within_an_answer_leaves_it_to_the_router(tmp_path: Path) -> None:
