@@ -169,7 +169,8 @@ def _import_everything() -> None:
     import prefixbus
 
     for module in pkgutil.walk_packages(prefixbus.__path__, "prefixbus."):
-        if not module.name.endswith("__main__"):
+        # The second runs in the engine's environment, which has what it imports.
+        if not module.name.endswith(("__main__", "engine_vllm.weights")):
             importlib.import_module(module.name)
 
 

@@ -1,6 +1,6 @@
 """Chained 64-bit names of full blocks of tokens.
 
-    key_i = xxh3_64(tokens of block i, seed = key_(i-1)),  key_(-1) = the namespace's seed
+    key_i = xxh3_64(tokens of block i, names of the media in it, seed = key_(i-1)),  key_(-1) = the namespace's seed
 
 Equal keys mean equal tokens from block 0 on, in one namespace, but for collisions: the directory is advisory, and
 what is reused is decided by the engine on its own full hash. Only full blocks have keys.
@@ -10,18 +10,25 @@ Units: tokens u32 LE (4 bytes each), keys u64 LE (8 bytes each).   Source: facts
 16."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import xxhash
 
 Warmth = Literal["warm", "partial", "cold"]
 
+Placed = tuple[int, int, bytes]
+"""A medium among the tokens: the first that stands for it, how many do (0: nobody knows), and its name (16 bytes)."""
+
 _xxh3 = xxhash.xxh3_64_intdigest
 
 
-def chain(tokens: bytes | memoryview, block_size: int, seed: int) -> bytes:
-    """Keys of all full blocks of `tokens`, in order: 8 bytes (u64 LE) a block; empty below one block."""
+def chain(tokens: bytes | memoryview, block_size: int, seed: int, media: Sequence[Placed] = ()) -> bytes:
+    """Keys of all full blocks of `tokens`, in order: 8 bytes (u64 LE) a block; empty below one block.
+
+    `media` in order of their places; behind one of unknown size nothing has a key."""
+    if media:
+        return _chain_with_media(tokens, block_size, seed, media)
     width = 4 * block_size
     count = len(tokens) // width
     keys = []
@@ -33,9 +40,27 @@ def chain(tokens: bytes | memoryview, block_size: int, seed: int) -> bytes:
     return struct.pack(f"<{count}Q", *keys)
 
 
-def extend(tokens: bytes | memoryview, seed: int) -> int:
-    """The key of one full block whose parent's key (or the namespace's seed) is `seed`."""
-    return _xxh3(tokens, seed)
+def _chain_with_media(tokens: bytes | memoryview, block_size: int, seed: int, media: Sequence[Placed]) -> bytes:
+    end = min((first for first, count, _ in media if not count), default=len(tokens) // 4)
+    keys = []
+    key, passed = seed, 0
+    for start in range(0, end // block_size * block_size, block_size):
+        while passed < len(media) and media[passed][0] + media[passed][1] <= start:
+            passed += 1
+        names = b""
+        for first, _, name in media[passed:]:
+            if first >= start + block_size:
+                break
+            names += name
+        key = extend(tokens[4 * start : 4 * (start + block_size)], key, names)
+        keys.append(key)
+    return struct.pack(f"<{len(keys)}Q", *keys)
+
+
+def extend(tokens: bytes | memoryview, seed: int, names: bytes = b"") -> int:
+    """The key of one full block whose parent's key (or the namespace's seed) is `seed`; `names` are those of the media
+    in it, in order."""
+    return _xxh3(b"".join((tokens, names)) if names else tokens, seed)
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

@@ -101,6 +101,12 @@ class ModelSection(Section, frozen=True):
     # answers tools in its own words, and tool_choice cannot force one.
     tool_parser: str = ""
     reasoning_parser: str = ""
+    # A digest of what makes tokens of images (the processor's files); empty: the model takes text alone.
+    media_revision: str = ""
+    # What the chat template prints for an image, one token of the tokenizer; and how many tokens the engine makes of
+    # each image, if it is always the same number. With 0 nothing behind a prompt's first image is found again.
+    image_token: str = "<image>"
+    image_tokens: Annotated[int, Meta(ge=0)] = 0
     # LoRA adapters by name. All workers of the model must serve these: the set is part of what routers compare.
     adapters: dict[str, AdapterSection] = {}
 

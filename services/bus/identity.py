@@ -29,6 +29,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     position_digest: str
     kv_dtype: str
     block_size: int
+    media_revision: str = ""
     adapters: tuple[tuple[str, str], ...] = ()
 
     def digest(self) -> str:
@@ -40,7 +41,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     def namespace(
         self, tenant: str, scope: str, client_salt: str = "", *, adapter: str = "", acl_epoch: bytes = EPOCH_ZERO
     ) -> Namespace:
-        """Everything that must agree for a request of this caller to share KV; no media.
+        """Everything that must agree for a request of this caller to share KV.
 
         :raises UnknownModel: there is no such adapter."""
         adapter_revision = dict(self.adapters).get(adapter) if adapter else ""
@@ -55,7 +56,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
             template_version=self.template_version,
             adapter=adapter,
             adapter_revision=adapter_revision,
-            media_revision="",
+            media_revision=self.media_revision,
             position_digest=self.position_digest,
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
@@ -75,5 +76,6 @@ def of_model(name: str, section: ModelSection, revisions: Revisions | None = Non
         position_digest=section.position_digest,
         kv_dtype=section.kv_dtype,
         block_size=section.block_size,
+        media_revision=section.media_revision,
         adapters=tuple(sorted((name, adapter.revision) for name, adapter in section.adapters.items())),
     )

@@ -65,7 +65,9 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     `params` is the JSON object of sampling parameters for the engine; `kind` is `chat` or `completions`, the form of
     the client's chunks. `chat` is the JSON object of what else the engine's chat endpoint is given; empty for a request
     by token ids alone. `resumable`: the client wants each frame's tokens, to go on elsewhere if this worker is lost;
-    the last `said_tokens` of `tokens` are of the answer: it goes on after them."""
+    the last `said_tokens` of `tokens` are of the answer: it goes on after them. `media` stand in `tokens` in order
+    (blockkeys.Placed). `uncacheable`: nobody can say what is in it, so it shares nothing with any other request; its
+    `tokens` are about what the engine will have."""
 
     v: int
     request_id: str
@@ -83,6 +85,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     chat: bytes = b""
     resumable: bool = False
     said_tokens: _Count = 0
+    media: list[tuple[_Count, _Count, _NsId]] = []
+    uncacheable: bool = False
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):

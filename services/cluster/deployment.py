@@ -471,6 +471,8 @@ class Deployment:
             flags += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_parser]
         if config.reasoning_parser:
             flags += ["--reasoning-parser", config.reasoning_parser]
+        if config.media_revision:
+            flags += ["--image-token", config.image_token, "--image-tokens", str(config.image_tokens or 64)]
         return [sys.executable, "-m", "prefixbus.engine_sim", *flags, "--enable-prompt-tokens-details", "--dev-mode"]
 
     def _vllm_command(self, real: Vllm, worker: str, engine: Engine) -> list[str]:

@@ -2,10 +2,11 @@
 """Chat messages to prompt text, by the model's own template through transformers (imported with the first chat).
 
 Owns: how vLLM flattens messages before the template sees them.   Must not know: HTTP, the engine.
-Difference from vLLM: content parts are always flattened to one string; vLLM hands them to templates that iterate over
-them."""
+Difference from vLLM: only an engine that takes images hands content parts to its template, and always does; any other
+flattens them to one string."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +19,9 @@ Render = Callable[..., str]
 
 
 class ChatTemplate:
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, takes_images: bool = False) -> None:
         self._model_dir = model_dir
+        self._shape = with_parts if takes_images else flatten
         self._render: Render | None = None
         self._loading = asyncio.Lock()
 
@@ -38,7 +40,7 @@ class ChatTemplate:
                     self._render = await asyncio.to_thread(_load, self._model_dir)
         try:
             return self._render(
-                [flatten(message) for message in messages],
+                [self._shape(message) for message in messages],
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -65,6 +67,40 @@ def flatten(message: dict[str, Any]) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         flat["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return flat
+
+
+def with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The same for a template that goes over parts: an image is one without content.
+
+    :raises BadRequest: a part is neither text nor an image."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    return flatten({**message, "content": None}) | {"content": [_shown(part) for part in parts]}
+
+
+def _shown(part: Any) -> dict[str, str]:
+    return {"type": "image"} if is_image(part) else {"type": "text", "text": _text_of(part)}
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def image_names(messages: list[dict[str, Any]]) -> list[str]:
+    """What each image is called: what the client calls it (`uuid`), else a digest of where it is.
+
+    :raises BadRequest: one is nowhere."""
+    names = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not is_image(part):
+                continue
+            url = (part.get("image_url") or {}).get("url")
+            if not isinstance(url, str) or not url.startswith("data:image/"):
+                raise BadRequest("The image cannot be loaded.", "messages")
+            names.append(str(part.get("uuid") or hashlib.sha256(url.encode()).hexdigest()))
+    return names
 
 
 def _text_of(part: Any) -> str:

@@ -37,6 +37,10 @@ def _packed(*parts: str | None) -> bytes:
     return b"".join(out)
 
 
+Placed = tuple[int, int, str]
+"""An image among the tokens: the first that stands for it, how many do, and its name."""
+
+
 class EngineNamespace(msgspec.Struct, frozen=True):
     """All that must agree, besides the tokens, for two requests to this engine to share KV."""
 
@@ -78,7 +82,19 @@ class KvSequence(Protocol):
 class TokenSequence:
     """A sequence of real token ids."""
 
-    __slots__ = ("_origin", "_output", "_seed", "_vocabulary", "block_size", "eos", "ids", "keys", "origins", "virtual")
+    __slots__ = (
+        "_origin",
+        "_output",
+        "_seed",
+        "_vocabulary",
+        "block_size",
+        "eos",
+        "ids",
+        "keys",
+        "media",
+        "origins",
+        "virtual",
+    )
 
     def __init__(
         self,
@@ -89,9 +105,11 @@ class TokenSequence:
         *,
         ignore_salt: bool = False,
         choice: int = 0,
+        media: Sequence[Placed] = (),
     ) -> None:
         """`ignore_salt` leaves the salt out of the keys, as a broken engine would: it provokes wrong hits. `choice` is
-        which of several answers to the same prompt this is: each says something else.
+        which of several answers to the same prompt this is: each says something else. `media` are the images among the
+        tokens, in order.
 
         :raises OverflowError, TypeError: an id is not a u32."""
         self.virtual = False
@@ -106,6 +124,8 @@ class TokenSequence:
         self._origin = xxhash.xxh3_64(_packed(namespace.salt, namespace.adapter, namespace.revision), _ORIGIN_SEED)
         self._output = xxhash.xxh3_64(_packed(namespace.revision, namespace.adapter), _OUTPUT_SEED + choice)
         self._output.update(self.ids.tobytes())
+        self._output.update("".join(name for _, _, name in media).encode())
+        self.media = media
 
     @property
     def length(self) -> int:
@@ -120,11 +140,23 @@ class TokenSequence:
         key = self.keys[-1] if known else self._seed
         origin = self._origin
         for start in range(0, len(raw), width):
-            block = raw[start : start + width]
+            block: bytes | memoryview = raw[start : start + width]
+            if self.media:
+                first = known * self.block_size + start // 4
+                block = b"".join((block, *(name.encode() for name, _ in self.media_in(first))))
             key = _xxh3(block, key)
             self.keys.append(key)
             origin.update(block)
             self.origins.append(origin.intdigest())
+
+    def media_in(self, first: int) -> list[tuple[str, int]]:
+        """The media in the block that begins with token `first`: names, and where each begins in the block (below 0:
+        before it)."""
+        return [
+            (name, start - first)
+            for start, count, name in self.media
+            if start < first + self.block_size and start + count > first
+        ]
 
     def append_next(self, may_end: bool) -> int:
         digest = self._output.intdigest()

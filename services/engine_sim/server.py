@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler
 
 from . import answers, api, calls, vocabulary
 from .answers import Said, Whole
-from .chat import ChatTemplate
+from .chat import ChatTemplate, image_names
 from .core import DoesNotFit, EngineCore
 from .events import EventPublisher
 from .faults import Fault, Faults
@@ -33,7 +33,7 @@ from .metrics import EngineMetrics
 from .pool import BlockPool
 from .profile import PRESETS
 from .request import Request
-from .sequence import NO_TOKEN, EngineNamespace, TokenSequence
+from .sequence import NO_TOKEN, EngineNamespace, Placed, TokenSequence
 from .stops import StopScanner
 from .tier import LeakyTier
 
@@ -83,6 +83,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Both: calls of tools are found, whatever the parser is called."""
     reasoning_parser: str | None = None
     """Chats begin with a few tokens of reasoning, told apart, whatever the parser is called."""
+    image_token: str = ""
+    """What the template prints for an image; empty: it takes none."""
+    image_tokens: int = 64
+    """How many tokens an image is, whatever it shows."""
     leaky_tier: int = 0
     """Tokens in a chunk of a tier that keeps blocks without their salts; 0: there is no such tier."""
 
@@ -118,7 +122,7 @@ class EngineServer:
         self._publisher = publisher
         self._wall = wall
         self._started = int(wall())
-        self._chat = ChatTemplate(config.model_dir)
+        self._chat = ChatTemplate(config.model_dir, takes_images=bool(config.image_token))
         self._metrics = EngineMetrics(config.served_model_name)
         pool = None
         if config.kv_cache_metrics:
@@ -171,8 +175,10 @@ class EngineServer:
         config = self._config
         body.check_parser(config.enable_auto_tool_choice and config.tool_call_parser is not None)
         prompt = body.given_prompt
+        media: list[Placed] = []
         if prompt is None:
             prompt = await self._encode(await self._render(body), body.add_special_tokens)
+            prompt, media = self._with_images(prompt, image_names(body.messages))
         forced = calls.made_up(body.tools, body.choice_of_tool, body.parallel_tool_calls is not False)
         asked = msgspec.structs.replace(
             self._asked(http, body, prompt, answers.ChatAnswer.id_prefix),
@@ -185,7 +191,29 @@ class EngineServer:
             and body.template_kwargs.get("enable_thinking") is not False,
             shows_thoughts=body.include_reasoning,
         )
-        return await self._generate(http, body, prompt, body.token_limit, adapter, answers.ChatAnswer(asked), asked)
+        answer = answers.ChatAnswer(asked)
+        return await self._generate(http, body, prompt, body.token_limit, adapter, answer, asked, media)
+
+    def _with_images(self, prompt: list[int], names: list[str]) -> tuple[list[int], list[Placed]]:
+        """The prompt with so many tokens for each image, and where these are.
+
+        :raises BadRequest: this model takes no images, or its template has no place for one."""
+        if not names:
+            return prompt, []
+        config = self._config
+        token = self._texts.tokenizer.token_to_id(config.image_token) if config.image_token else None
+        if token is None or prompt.count(token) != len(names):
+            raise api.BadRequest("At most 0 image(s) may be provided in one prompt.", "messages")
+        made: list[int] = []
+        media: list[Placed] = []
+        left = iter(names)
+        for given in prompt:
+            if given == token:
+                media.append((len(made), config.image_tokens, next(left)))
+                made += [token] * config.image_tokens
+            else:
+                made.append(given)
+        return made, media
 
     def _asked(
         self, http: web.Request, body: api.CompletionRequest | api.ChatRequest, prompt: list[int], id_prefix: str
@@ -212,12 +240,13 @@ class EngineServer:
         adapter: str | None,
         answer: answers.Answer,
         asked: answers.Asked | None = None,
+        media: Sequence[Placed] = (),
     ) -> web.StreamResponse:
         fault = self._faults.next()
         if fault is not None and not fault.after_tokens:
             return _fail(http, fault)
         requests = [
-            self._request(answer.response_id, body, prompt, max_tokens, adapter, choice)
+            self._request(answer.response_id, body, prompt, max_tokens, adapter, choice, media)
             for choice in range(body.choices)
         ]
         forced = asked.calls if asked is not None else []
@@ -245,6 +274,7 @@ class EngineServer:
         max_tokens: int | None,
         adapter: str | None,
         choice: int,
+        media: Sequence[Placed],
     ) -> Request:
         config = self._config
         namespace = EngineNamespace(body.cache_salt, adapter, config.model_revision)
@@ -256,6 +286,7 @@ class EngineServer:
                 namespace,
                 ignore_salt=self._ignores_salt,
                 choice=choice,
+                media=media,
             )
         except (OverflowError, TypeError) as error:
             raise api.BadRequest("prompt must be a list of token ids.", "prompt") from error

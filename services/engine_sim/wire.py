@@ -25,7 +25,7 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[list[tuple[str, ...]] | None] | None = None
+    extra_keys: list[list[tuple[str | int, ...]] | None] | None = None
     group_idx: int | None = None
 
 
@@ -64,10 +64,13 @@ def _stored(stored: Stored, block_size: int, adapters: Mapping[str, int]) -> Blo
     if isinstance(sequence, TokenSequence):
         tokens = sequence.ids[first * block_size : (first + count) * block_size].tolist()
     adapter = request.namespace.adapter
-    every: list[tuple[str, ...]] = [] if adapter is None else [("lora", adapter, adapter)]
-    extra: list[list[tuple[str, ...]] | None] = [every or None] * count
+    every: list[tuple[str | int, ...]] = [] if adapter is None else [("lora", adapter, adapter)]
+    extra: list[list[tuple[str | int, ...]] | None] = [every or None] * count
+    if isinstance(sequence, TokenSequence) and sequence.media:
+        for number in range(count):
+            extra[number] = [*every, *sequence.media_in((first + number) * block_size)] or None
     if first == 0 and request.namespace.salt is not None:
-        extra[0] = [*every, ("cache_salt", request.namespace.salt)]
+        extra[0] = [*(extra[0] or ()), ("cache_salt", request.namespace.salt)]
     return BlockStored(
         block_hashes=stored.keys,
         parent_block_hash=stored.parent,

@@ -98,6 +98,9 @@ class Prefixes:
             kept.move_to_end(of)
         elif self._was_seen(of):
             job = JOB.decode(route.job)
+            if job.media:
+                # Its images are in no token: nobody could compute it from these.
+                return
             tokens = job.tokens[: 4 * block_size * blocks]
             self._keep(Prefix(job.namespace, route.serves, route.ns_id, route.keys[: 8 * blocks], tokens), now)
 

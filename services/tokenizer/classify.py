@@ -29,7 +29,8 @@ def prefix_class(request: Request, hint: str = "") -> str:
         return "rag"
     if any(message.role == "assistant" for message in request.chat.messages):
         return "session"
-    longest = max((len(part) for message in request.chat.messages for part in message.parts), default=0)
+    parts = (part for message in request.chat.messages for part in message.parts)
+    longest = max((len(part) for part in parts if isinstance(part, str)), default=0)
     return "document" if longest > LONG_TEXT_CHARS else "system"
 
 

@@ -6,7 +6,8 @@ answer and cannot be passed is refused by name, never dropped silently. Tenant a
 
     token ids to /v1/completions    all requests, but for
     chat to /v1/chat/completions    those whose answer only the engine's own parsers can read: tools that may be called,
-                                    and all chats of a model that thinks aloud (`Parsers`)
+                                    and all chats of a model that thinks aloud (`Parsers`); and those with images, of
+                                    which the engine makes tokens
 
 An answer can be taken up by another worker (`resume`) if prompt + tokens so far say all that its engine knew: not if it
 also kept several choices, a grammar, a parser's state, counts of what was said, or a seeded chain of chances.
@@ -38,6 +39,8 @@ from ..bus.errors import (
     TooLarge,
     Unsupported,
 )
+from . import media
+from .media import Medium
 from .render import Chat, Message
 
 PREFIX_CLASSES = ("system", "document", "session", "rag")
@@ -53,13 +56,6 @@ MAX_LOGPROBS = 20
 MAX_DEADLINE_AHEAD_S = 7 * 24 * 3600.0
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
-_TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 # Set to anything but null, false, 0 or empty, these would change the answer, and the engine would not see them.
@@ -227,6 +223,7 @@ class Request(msgspec.Struct, frozen=True):
     prompt: str | list[int] = ""
     add_special_tokens: bool = True
     engine_chat: dict[str, Any] | None = None
+    media: list[Medium] = []
     said: list[int] = []
     resumable: bool = False
 
@@ -294,7 +291,9 @@ def _deadline(text: str, limits: LimitsSection, wall: float) -> float:
     return deadline + limits.clock_skew_s
 
 
-def parse(body: bytes, model: str, limits: LimitsSection, parsers: Parsers = NO_PARSERS) -> Request:
+def parse(
+    body: bytes, model: str, limits: LimitsSection, parsers: Parsers = NO_PARSERS, takes_images: bool = False
+) -> Request:
     """The request that a body makes for the subject's `model`, whose engines have these `parsers`.
 
     :raises TooLarge, InvalidJson, ModelMismatch, Unsupported, NotResumable, BadRequest: it makes none; the error names
@@ -320,7 +319,7 @@ def parse(body: bytes, model: str, limits: LimitsSection, parsers: Parsers = NO_
     if has_chat and has_prompt:
         raise BadRequest("Both messages and prompt are given.", field="prompt", remedy="Send one of them.")
     if has_chat:
-        return _chat(tree, parsers)
+        return _chat(tree, parsers, takes_images)
     if has_prompt:
         return _completions(tree)
     raise BadRequest("is missing.", field="messages", remedy="Send messages (chat) or prompt (completions).")
@@ -372,9 +371,15 @@ def engine_params(request: Request, max_tokens: int) -> bytes:
     return orjson.dumps({"max_tokens": max_tokens, **request.params})
 
 
-def engine_chat(request: Request) -> bytes:
-    """The JSON object of what else /v1/chat/completions is given; empty for a request to /v1/completions."""
-    return b"" if request.engine_chat is None else orjson.dumps(request.engine_chat)
+def engine_chat(request: Request, namespace_id: bytes = b"") -> bytes:
+    """The JSON object of what else /v1/chat/completions is given; empty for a request to /v1/completions. Its media
+    have the names that they have in the namespace; without one, none."""
+    if request.engine_chat is None:
+        return b""
+    if not request.media:
+        return orjson.dumps(request.engine_chat)
+    names = (media.name(namespace_id, one.digest) if namespace_id and one.digest else None for one in request.media)
+    return orjson.dumps({**request.engine_chat, "messages": media.for_engine(request.engine_chat["messages"], names)})
 
 
 def _prompt_field(request: Request) -> str:
@@ -415,7 +420,7 @@ def _converted(tree: dict[str, Any], kind: type[B]) -> B:
         raise BadRequest("Values are nested too deeply.", field="body") from exc
 
 
-def _chat(tree: dict[str, Any], parsers: Parsers) -> Request:
+def _chat(tree: dict[str, Any], parsers: Parsers, takes_images: bool) -> Request:
     body = _converted(tree, _ChatBody)
     if not body.messages:
         raise BadRequest("is empty.", field="messages", remedy="Send at least one message.")
@@ -432,7 +437,9 @@ def _chat(tree: dict[str, Any], parsers: Parsers) -> Request:
             "needs a model with a reasoning parser.", field="thinking_token_budget", remedy="Use max_tokens."
         )
     _check_tools(body.tools, "tools")
-    is_read_by_engine = _may_call(body, parsers) or parsers.reasoning
+    messages = [_message(message, f"messages[{i}]", takes_images) for i, message in enumerate(body.messages)]
+    shown = [part for message in messages for part in message.parts if isinstance(part, Medium)]
+    is_read_by_engine = _may_call(body, parsers) or parsers.reasoning or bool(shown)
     params = _params(body)
     if body.logprobs:
         params |= (
@@ -447,7 +454,7 @@ def _chat(tree: dict[str, Any], parsers: Parsers) -> Request:
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
         kwargs["reasoning_effort"] = body.reasoning_effort
     chat = Chat(
-        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
+        messages=messages,
         tools=body.tools,
         documents=body.documents,
         # vLLM's default asks for the next turn; a message to be continued has none.
@@ -457,9 +464,8 @@ def _chat(tree: dict[str, Any], parsers: Parsers) -> Request:
         template_kwargs=kwargs,
     )
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _request(
-        "chat", body, params, max_tokens, chat=chat, engine_chat=_engine_chat(tree, chat) if is_read_by_engine else None
-    )
+    engine_chat = _engine_chat(tree, chat) if is_read_by_engine else None
+    return _request("chat", body, params, max_tokens, chat=chat, engine_chat=engine_chat, media=shown)
 
 
 def _may_call(body: _ChatBody, parsers: Parsers) -> bool:
@@ -549,7 +555,7 @@ def _hindrance(body: _Body, params: dict[str, Any], is_read_by_engine: bool) -> 
     hindrances = {
         "n over 1": (body.n or 1) > 1,
         "logprobs": "logprobs" in params,
-        "tools or reasoning": is_read_by_engine,
+        "tools, reasoning or images": is_read_by_engine,
         "a format": "response_format" in params or "structured_outputs" in params,
         "presence_penalty": bool(body.presence_penalty),
         "frequency_penalty": bool(body.frequency_penalty),
@@ -623,7 +629,7 @@ def _salt(salt: str | None) -> str:
     return salt
 
 
-def _message(message: _ChatMessage, field: str) -> Message:
+def _message(message: _ChatMessage, field: str, takes_images: bool) -> Message:
     if message.role not in ROLES:
         # Some templates build special tokens out of the role.
         raise BadRequest(f"{message.role[:40]!r} is no role.", field=f"{field}.role", remedy=f"Use {', '.join(ROLES)}.")
@@ -634,7 +640,7 @@ def _message(message: _ChatMessage, field: str) -> Message:
     _check_tools(message.tools, f"{field}.tools")
     return Message(
         role=message.role,
-        parts=_parts(message.content, f"{field}.content"),
+        parts=_parts(message.content, f"{field}.content", takes_images),
         name=message.name,
         tool_calls=message.tool_calls,
         tool_call_id=message.tool_call_id,
@@ -643,25 +649,30 @@ def _message(message: _ChatMessage, field: str) -> Message:
     )
 
 
-def _parts(content: Any, field: str) -> list[str]:
+def _parts(content: Any, field: str, takes_images: bool) -> list[str | Medium]:
     if content is None:
         return []
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
         raise BadRequest("is no string, array or null.", field=field, remedy="Send text.")
-    parts = []
+    parts: list[str | Medium] = []
     for i, part in enumerate(content):
         if isinstance(part, str):
             parts.append(part)
             continue
         if not isinstance(part, dict):
             raise BadRequest("is no content part.", field=f"{field}[{i}]", remedy='Use {"type": "text", "text": ...}.')
+        if takes_images and media.is_medium(part):
+            parts.append(media.of_part(part))
+            continue
         kind = part.get("type")
-        key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        key = media.TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if key is None:
             raise Unsupported(
-                f"{_shown(kind, 40)} parts are not served.", field=f"{field}[{i}].type", remedy="Send text parts."
+                f"{_shown(kind, 40)} parts are not taken by this model.",
+                field=f"{field}[{i}].type",
+                remedy="Send text parts.",
             )
         text = part.get(key)
         if text is None and kind in ("text", "refusal"):

@@ -27,6 +27,11 @@ class Metrics:
         self.covered = Counter(
             "prefixbus_tokenizer_covered", "Requests whose texts held special tokens, kept as text.", registry=registry
         )
+        self.uncacheable = Counter(
+            "prefixbus_tokenizer_uncacheable",
+            "Requests with media that nobody can name: they share nothing.",
+            registry=registry,
+        )
         self.model_state = Gauge(
             "prefixbus_tokenizer_model_state",
             "0 cannot be loaded, 1 prompts are encoded whole (no memo), 2 by special tokens, 3 in pieces.",

@@ -177,6 +177,11 @@ class TokenizerModel:
         )
         return text
 
+    def token_id(self, token: str) -> int | None:
+        """Of a whole token by its text; None if there is no such token."""
+        found: int | None = self._plain.token_to_id(token)
+        return found
+
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Ids of each text, u32 LE; special tokens in them are text. Releases the GIL while it encodes."""
         encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -1,6 +1,7 @@
 """A chat as its template is given it: what vLLM hands to `apply_chat_template`, from what OpenAI clients send.
 
-    content    a template that loops over content parts gets a list of them, any other one text, parts joined by "\\n"
+    content    a template that loops over content parts gets a list of them, any other one text, parts joined by "\\n";
+               an image is a part without content, and has no place in one text
     null       no parts: "" or []
     tool calls arguments become an object, {} if they are not JSON; an empty list of calls is left out
     tools      type and function alone, name, description and parameters first, null where they are missing
@@ -15,14 +16,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from .media import Medium
+
 ContentFormat = Literal["string", "openai"]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message; `parts` are its texts in order (none for null content), `tools` a developer's own."""
+    """One message; `parts` are its texts and media in order (none for null content), `tools` a developer's own."""
 
     role: str
-    parts: list[str]
+    parts: list[str | Medium]
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -59,15 +62,15 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, An
 
 def text_chars(chat: Chat) -> int:
     """About how long the prompt will be: the characters of all contents (tools and documents are not counted)."""
-    return sum(len(part) for message in chat.messages for part in message.parts)
+    return sum(len(part) for message in chat.messages for part in message.parts if isinstance(part, str))
 
 
 def _message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
     content: str | list[dict[str, str]]
     if content_format == "openai" and message.role != "tool":
-        content = [{"type": "text", "text": part} for part in message.parts]
+        content = [_part(part) for part in message.parts if isinstance(part, str) or part.is_image]
     else:
-        content = "\n".join(message.parts)
+        content = "\n".join(part for part in message.parts if isinstance(part, str))
     result: dict[str, Any] = {"role": message.role, "content": content}
     if message.role == "assistant":
         if message.tool_calls:
@@ -81,6 +84,10 @@ def _message(message: Message, content_format: ContentFormat) -> dict[str, Any]:
     if message.role == "developer":
         result["tools"] = message.tools
     return result
+
+
+def _part(part: str | Medium) -> dict[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from ..bus import blockkeys, frames, identity, ids, namespace, subjects
-from ..bus.config import ModelSection, asked_name
+from ..bus.config import LimitsSection, ModelSection, asked_name
 from ..bus.connection import MALFORMED_HEADERS, OVERSIZED_HEADERS
 from ..bus.errors import (
     BadRequest,
@@ -38,7 +38,7 @@ from ..bus.errors import (
 from ..bus.messages import CAPTURED, FACT, JOB, OUTCOME, ROUTE, VERSION, Captured, Fact, Job, Outcome, Route
 from ..bus.runtime import Runtime
 from ..bus.subjects import InferSubject
-from . import digests, intake
+from . import digests, intake, media
 from .cancels import Turnstile
 from .classify import AnswerLengths, prefix_class
 from .memo import Memo
@@ -78,6 +78,24 @@ class Loaded(msgspec.Struct, frozen=True):
     route_subject: str
     adapter: str = ""
     parsers: intake.Parsers = intake.NO_PARSERS
+    image_token: int | None = None
+    """What stands for an image in a prompt; None for a model that takes none."""
+
+    def parse(self, body: bytes, model: str, limits: LimitsSection) -> intake.Request:
+        """:raises PrefixbusError: see `intake.parse`."""
+        return intake.parse(body, model, limits, self.parsers, self.image_token is not None)
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """A prompt in its namespace. `ids` u32 LE; `media` as `blockkeys.Placed`; `family` is the key of its segments'
+    digests."""
+
+    ids: bytes
+    media: list[blockkeys.Placed]
+    space: namespace.Namespace
+    ns_id: bytes
+    family: bytes
+    uncacheable: bool
 
 
 class _InHand:
@@ -250,7 +268,7 @@ class Tokenizer:
         begun = _Begun(subject, envelope, loaded)
         if not is_small(message.data):
             return begun
-        request = begun.request = intake.parse(message.data, subject.model, limits, loaded.parsers)
+        request = begun.request = loaded.parse(message.data, subject.model, limits)
         in_hand.kind = request.kind
         draft = begun.draft = self._workshop.begin(
             loaded.tokenizer, subject.tenant, subject.scope, request, loaded.section.max_model_len
@@ -286,7 +304,7 @@ class Tokenizer:
         request = begun.request
         if request is None:
             limits = self._rt.config.limits
-            request = await at.run(len(body), intake.parse, body, subject.model, limits, loaded.parsers)
+            request = await at.run(len(body), loaded.parse, body, subject.model, limits)
             in_hand.kind = request.kind
         tokens = await at.tokens(
             loaded.tokenizer,
@@ -308,15 +326,14 @@ class Tokenizer:
         :raises BadRequest, ContextTooLong: see `intake.fit`."""
         loaded, subject, envelope = begun.loaded, begun.subject, begun.envelope
         section = loaded.section
-        prompt_tokens = len(tokens.ids) // 4
+        prompt = self._placed(begun, request, tokens.ids)
+        prompt_tokens = len(prompt.ids) // 4
         max_tokens = intake.fit(request, prompt_tokens, section.max_model_len)
         self._metrics.from_memo.inc(tokens.memo_tokens)
-        self._metrics.encoded.inc(prompt_tokens - tokens.memo_tokens)
+        self._metrics.encoded.inc(len(tokens.ids) // 4 - tokens.memo_tokens)
         if tokens.covered:
             self._metrics.covered.inc()
-        space, ns_id, family = self._space_of(
-            loaded.identity, loaded.adapter, subject.tenant, subject.scope, request.client_salt
-        )
+        space, ns_id = prompt.space, prompt.ns_id
         kind_of_prefix = prefix_class(request, envelope.prefix_class)
         job = Job(
             v=VERSION,
@@ -324,7 +341,7 @@ class Tokenizer:
             client_request_id=in_hand.label,
             reply=in_hand.message.reply,
             namespace=space,
-            tokens=tokens.ids,
+            tokens=prompt.ids,
             kind=request.kind,
             params=intake.engine_params(request, max_tokens),
             include_usage=request.include_usage,
@@ -332,10 +349,14 @@ class Tokenizer:
             deadline_at=envelope.deadline_at,
             traceparent=envelope.traceparent,
             prefix_class=kind_of_prefix,
-            chat=intake.engine_chat(request),
+            chat=intake.engine_chat(request, b"" if prompt.uncacheable else ns_id),
             resumable=request.resumable,
             said_tokens=len(request.said),
+            media=prompt.media,
+            uncacheable=prompt.uncacheable,
         )
+        seed = namespace.seed(ns_id)
+        keys = b"" if prompt.uncacheable else blockkeys.chain(prompt.ids, section.block_size, seed, prompt.media)
         route = Route(
             v=VERSION,
             request_id=in_hand.request_id,
@@ -344,7 +365,7 @@ class Tokenizer:
             model=loaded.name,
             serves=loaded.serves,
             ns_id=ns_id,
-            keys=blockkeys.chain(tokens.ids, section.block_size, namespace.seed(ns_id)),
+            keys=keys,
             prompt_tokens=prompt_tokens,
             output_tokens=self._lengths.estimate(kind_of_prefix, max_tokens),
             prefix_class=kind_of_prefix,
@@ -355,12 +376,29 @@ class Tokenizer:
             created_at=in_hand.created_at,
             template_version=space.template_version,
             tokenizer_revision=space.tokenizer_revision,
-            segments=digests.segments(family, tokens.ids),
+            segments=digests.segments(prompt.family, prompt.ids),
             sending=envelope.sending,
             adapter=loaded.adapter,
             resumable=request.resumable,
         )
         return ROUTE.encode(route)
+
+    def _placed(self, begun: _Begun, request: intake.Request, ids: bytes) -> _Prompt:
+        """The prompt as the engine will have it, if that can be said; else it shares a namespace with nobody."""
+        loaded, subject = begun.loaded, begun.subject
+        salt = request.client_salt
+        found: tuple[bytes, list[blockkeys.Placed]] | None = ids, []
+        space, ns_id, family = self._space_of(loaded.identity, loaded.adapter, subject.tenant, subject.scope, salt)
+        if request.media and loaded.image_token is not None:
+            found = None
+            if all(medium.digest for medium in request.media):
+                names = [media.name(ns_id, medium.digest) for medium in request.media]
+                found = media.placed(ids, loaded.image_token, loaded.section.image_tokens, names)
+        if found is not None:
+            return _Prompt(*found, space, ns_id, family, uncacheable=False)
+        self._metrics.uncacheable.inc()
+        alone = loaded.identity.namespace(subject.tenant, subject.scope, secrets.token_hex(16), adapter=loaded.adapter)
+        return _Prompt(ids, [], alone, namespace.ns_id(self._namespace_key, alone), family, uncacheable=True)
 
     def _new_space(
         self, model: identity.ModelIdentity, adapter: str, tenant: str, scope: str, client_salt: str
@@ -599,7 +637,30 @@ def load_model(name: str, section: ModelSection, base: Path) -> Loaded:
             )
     made = identity.of_model(name, section, found)
     parsers = intake.Parsers(tools=bool(section.tool_parser), reasoning=bool(section.reasoning_parser))
-    return Loaded(name, section, tokenizer, made, made.digest(), subjects.route(name), parsers=parsers)
+    return Loaded(
+        name,
+        section,
+        tokenizer,
+        made,
+        made.digest(),
+        subjects.route(name),
+        parsers=parsers,
+        image_token=_image_token(name, section, tokenizer),
+    )
+
+
+def _image_token(name: str, section: ModelSection, tokenizer: TokenizerModel) -> int | None:
+    """:raises ConfigInvalid: the model takes images, and its tokenizer has no token for them."""
+    if not section.media_revision:
+        return None
+    found = tokenizer.token_id(section.image_token)
+    if found is None:
+        raise ConfigInvalid(
+            f"{section.image_token!r} is no token of its tokenizer.",
+            field=f"models.{name}.image_token",
+            remedy="Name what its chat template prints for an image.",
+        )
+    return found
 
 
 def with_adapters(loaded: Loaded) -> dict[str, Loaded]:

@@ -9,6 +9,7 @@ Units: key u64, a chain of keys is bytes (u64 LE each), depth in blocks, tokens 
 Memory: proportional to the engine's blocks (about 300 bytes each), plus at most `_GONE_MAX` keys that went.
 Source: DESIGN 7; facts/vllm.md (a hash may be stored more than once, each copy's removal is one event)."""
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -224,13 +225,15 @@ class BlockIndex:
             self.complete = False
             return
         width = 4 * self.block_size
+        extra = event.extra_keys or ()
         run = array("Q")
         run_parent = parent_key
         for number, hash_ in enumerate(hashes):
             block = self._blocks.get(hash_)
             if block is None:
                 if space is not None:
-                    key = blockkeys.extend(tokens[number * width : (number + 1) * width], key)
+                    names = _media(extra[number]) if number < len(extra) else b""
+                    key = blockkeys.extend(tokens[number * width : (number + 1) * width], key, names)
                 block = self._blocks[hash_] = _Block(space, key)
                 if self._count_copy(block, parent_key):
                     run.append(key)
@@ -410,6 +413,30 @@ def split(run: Stored, first: int, rest: int) -> Iterator[Stored]:
         yield Stored(run.ns_id, parent, piece)
         parent = int.from_bytes(piece[-8:], "little")
         width = 8 * rest
+
+
+def _media(extra: object) -> bytes:
+    """The names of the media in a block, among its extra keys: (name, where it begins in the block)."""
+    if not isinstance(extra, list | tuple):
+        return b""
+    return b"".join(
+        _name(item[0])
+        for item in extra
+        if isinstance(item, list | tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], int)
+        and not isinstance(item[1], bool)
+    )
+
+
+def _name(text: str) -> bytes:
+    """Ours are 32 hex digits; what an engine called it itself is some other name, and never one of ours."""
+    try:
+        name = bytes.fromhex(text)
+    except ValueError:
+        name = b""
+    return name if len(name) == 16 and name.hex() == text else hashlib.blake2b(text.encode(), digest_size=17).digest()
 
 
 def _salts(extra: Sequence[object]) -> Iterator[str]:

@@ -39,7 +39,8 @@ _KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"'
 class Generation(msgspec.Struct, frozen=True):
     """What the engine is asked. `tokens`: u32 LE, 4 bytes each. `params`: parameters by vLLM's names; with `messages`
     they are for its chat endpoint. `traceparent`: the client's trace (W3C Trace Context), empty for none. `model`: what
-    the engine calls the adapter to use, empty for none. `wants_tokens`: pieces should have their tokens."""
+    the engine calls the adapter to use, empty for none. `wants_tokens`: pieces should have their tokens.
+    `engine_renders`: the prompt is the engine's to make of `messages`, whose media are no tokens of ours."""
 
     engine_request_id: str
     tokens: bytes
@@ -48,6 +49,7 @@ class Generation(msgspec.Struct, frozen=True):
     traceparent: str = ""
     model: str = ""
     wants_tokens: bool = False
+    engine_renders: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -172,7 +174,9 @@ class VllmHttp:
         if request.is_chat:
             # vLLM takes a chat's prompt from here if it is given one (meant for prompts that another engine prefilled),
             # and renders the chat if it does not know this; it says which prompt it was.
-            body |= {"kv_transfer_params": {"prompt_token_ids": tokens}, "return_token_ids": True}
+            body["return_token_ids"] = True
+            if not request.engine_renders:
+                body["kv_transfer_params"] = {"prompt_token_ids": tokens}
         else:
             body["prompt"] = tokens
             if request.wants_tokens:

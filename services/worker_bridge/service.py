@@ -275,7 +275,10 @@ class Bridge:
             self._record_refusal(job, vetted)
             self._answer(message, dispatch, Verdict(vetted.code, self.admission.queue_ms(now), 0))
             return
-        keys = blockkeys.chain(job.tokens, self._section.block_size, namespace.seed(dispatch.ns_id))
+        keys = b""
+        if not job.uncacheable:
+            seed = namespace.seed(dispatch.ns_id)
+            keys = blockkeys.chain(job.tokens, self._section.block_size, seed, job.media)
         if dispatch.decision == WARM:
             refused, held_blocks = self.warming.offer(dispatch, job, keys)
             self._answer(message, dispatch, Verdict(refused, self.admission.queue_ms(now), held_blocks))

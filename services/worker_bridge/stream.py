@@ -30,6 +30,7 @@ import asyncio
 import contextlib
 import enum
 import math
+import secrets
 from collections.abc import Callable
 
 import anyio
@@ -475,10 +476,12 @@ class Attempt:
             engine_request_id=self.name,
             tokens=job.tokens,
             params=self._started.params,
-            salt=streams.adapters.salt(job.namespace, self.ns_id),
+            # What nobody can name is nobody's: under no salt of ours its blocks are never advertised.
+            salt=secrets.token_hex(16) if job.uncacheable else streams.adapters.salt(job.namespace, self.ns_id),
             traceparent=job.traceparent,
             model=streams.adapters.model(job.namespace),
             wants_tokens=job.resumable,
+            engine_renders=job.uncacheable or bool(job.media),
         )
         await self._until_turn()
         streams.admission.submitted(self.ticket)
@@ -524,6 +527,11 @@ class Attempt:
     def _compare_prompts(self) -> None:
         """What the engine took from its cache for a prompt of its own making says nothing of ours."""
         streams, theirs = self._streams, self._engine_prompt
+        if self._job.uncacheable:
+            return
+        if any(not tokens for _, tokens, _ in self._job.media):
+            # Ours is its beginning at most, by design: nothing to be compared.
+            theirs = None
         if theirs is not None:
             self._differs_at = first_difference(self._job.tokens, theirs)
         verdict = "untold" if theirs is None else "same" if self._differs_at is None else "differs"

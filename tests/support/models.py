@@ -59,6 +59,11 @@ CHATML_WITH_PARTS = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
+# The same, and an image is a token of its own.
+CHATML_WITH_IMAGES = CHATML_WITH_PARTS.replace(
+    "{{- part['text'] }}", "{{- '<image>' if part['type'] == 'image' else part['text'] }}"
+)
+
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CORPUS = (
     "The quick brown fox jumps over the lazy dog. A tokenizer cuts a text into tokens, and tokens into numbers.",
@@ -107,6 +112,14 @@ def tiny() -> Path:
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
     return write(tokenizer, "tiny", CHATML_WITH_TOOLS)
+
+
+@functools.cache
+def tiny_with_images() -> Path:
+    """The same with a token for an image, under CHATML_WITH_IMAGES."""
+    tokenizer = Tokenizer.from_file(str(tiny() / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    return write(tokenizer, "tiny-images", CHATML_WITH_IMAGES)
 
 
 @functools.cache

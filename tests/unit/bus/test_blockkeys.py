@@ -108,3 +108,35 @@ def test_who_reuses_all_that_can_be_reused_is_warm(prompt: int, block_size: int)
     reusable = blockkeys.reusable_blocks(prompt, block_size)
 
     assert blockkeys.warmth(prompt, reusable * block_size, block_size) == ("warm" if reusable else "cold")
+
+
+MEDIA = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 20), st.binary(min_size=16, max_size=16)), max_size=4)
+
+
+def in_order(gaps: list[tuple[int, int, bytes]]) -> list[blockkeys.Placed]:
+    """Media one after the other, each so far behind the end of the last."""
+    placed, at = [], 0
+    for gap, count, name in gaps:
+        placed.append((at + gap, count, name))
+        at += gap + count
+    return placed
+
+
+@given(MEDIA)
+def test_a_blocks_key_has_the_names_of_the_media_that_reach_into_it(gaps: list[tuple[int, int, bytes]]) -> None:
+    media = in_order(gaps)
+    tokens, seed, block = bytes(4 * 100), 5, 8
+
+    keys = blockkeys.chain(tokens, block, seed, media)
+
+    for number in range(100 // block):
+        within = range(number * block, (number + 1) * block)
+        names = [name for first, count, name in media if set(range(first, first + count)) & set(within)]
+        seed = blockkeys.extend(tokens[: 4 * block], seed, b"".join(names))
+        assert keys[8 * number : 8 * number + 8] == seed.to_bytes(8, "little")
+
+
+def test_behind_a_medium_of_unknown_size_no_block_has_a_key() -> None:
+    whole = blockkeys.chain(bytes(4 * 100), 8, 5)
+
+    assert blockkeys.chain(bytes(4 * 100), 8, 5, [(20, 0, b"x" * 16), (50, 3, b"y" * 16)]) == whole[: 8 * 2]

@@ -1,6 +1,7 @@
 """The shell: each request gets one answer, from here or from where it was routed; a forged reply gets none."""
 
 import asyncio
+import base64
 import threading
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -166,21 +167,22 @@ async def running(
     max_model_len: int = 2048,
     captured: tuple[str, ...] = (),
     adapters: dict[str, AdapterSection] | None = None,
-    tool_parser: str = "",
+    directory: Path | None = None,
+    **more: Any,
 ) -> AsyncIterator[Stage]:
     (tmp_path / "creds").mkdir()
     for purpose in ("namespace", "journal"):
         key = tmp_path / "creds" / f"{purpose}.key"
         key.write_text("07" * 32)
         key.chmod(0o600)
-    section = ModelSection(
-        tokenizer=str(models.tiny()),
-        model_revision="sha256:w",
-        block_size=16,
-        max_model_len=max_model_len,
-        adapters=adapters or {},
-        tool_parser=tool_parser,
-    )
+    settings: dict[str, Any] = {
+        "tokenizer": str(directory or models.tiny()),
+        "model_revision": "sha256:w",
+        "block_size": 16,
+        "max_model_len": max_model_len,
+        "adapters": adapters or {},
+    }
+    section = ModelSection(**(settings | more))
     config = Config(
         limits=limits or LimitsSection(),
         models={"tiny/1": section, "broken": section},
@@ -201,6 +203,117 @@ async def running(
     finally:
         rt.stopping.set()
         await task
+
+
+def image(content: bytes, **more: Any) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def about(*parts: Any, then: str = "What is it?") -> dict[str, Any]:
+    text = "Look closely at what I send you, please. " * 4
+    content = [{"type": "text", "text": text}, *parts, {"type": "text", "text": then}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 8}
+
+
+IMAGES: dict[str, Any] = {"directory": models.tiny_with_images(), "media_revision": "sha256:p", "image_tokens": 40}
+
+
+async def test_an_images_content_is_in_the_keys_of_the_blocks_that_it_stands_in(tmp_path: Path) -> None:
+    async with running(tmp_path, **IMAGES) as stage:
+        routes = []
+        for number, body in enumerate((about(image(b"cat")), about(image(b"cat"), then="And?"), about(image(b"dog")))):
+            await stage.send(body)
+            routes.append(await stage.routed(count=number + 1))
+
+        (cat, job, _), (cat_again, _, _), (dog, other, _) = routes
+        (first, tokens, named) = job.media[0]
+        ids = memoryview(job.tokens).cast("I")
+        assert tokens == 40 and len(set(ids[first : first + 40])) == 1
+        assert cat.prompt_tokens == len(ids)
+        assert blockkeys.common_blocks(cat.keys, dog.keys) == first // 16
+        assert blockkeys.common_blocks(cat.keys, cat_again.keys) >= (first + 40) // 16
+        assert (job.tokens, other.media[0][:2]) == (other.tokens, (first, 40))
+        assert job.namespace.media_revision == "sha256:p"
+        assert not job.uncacheable
+        asked = orjson.loads(job.chat)["messages"][0]["content"]
+        assert asked[1] == image(b"cat", uuid=named.hex())
+
+
+async def test_an_image_has_another_name_in_another_scope(tmp_path: Path) -> None:
+    async with running(tmp_path, **IMAGES) as stage:
+        await stage.send(about(image(b"cat")))
+        _, one, _ = await stage.routed()
+        await stage.send(about(image(b"cat")), subject=subjects.infer("acme", "tiny/1", "team-b"))
+        _, other, _ = await stage.routed(count=2)
+
+        assert one.media[0][:2] == other.media[0][:2]
+        assert one.media[0][2] != other.media[0][2]
+
+
+async def test_behind_an_image_of_unknown_size_nothing_has_a_key(tmp_path: Path) -> None:
+    async with running(tmp_path, **(IMAGES | {"image_tokens": 0})) as stage:
+        await stage.send(about(image(b"cat"), then="What is it? " * 20))
+
+        route, job, _ = await stage.routed()
+        first, tokens, _ = job.media[0]
+        assert tokens == 0
+        assert len(route.keys) // 8 == first // 16 < route.prompt_tokens // 16
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("a URL to fetch", [{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}]),
+        ("no base64", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}}]),
+        ("no content", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]),
+        ("a text", [{"type": "image_url", "image_url": {"url": "data:text/plain;base64,Y2F0"}}]),
+        ("no URL", [{"type": "image_url", "image_url": None, "uuid": "somebody-elses"}]),
+        ("a number", [{"type": "image_url", "image_url": {"url": 7}}]),
+        ("audio", [{"type": "input_audio", "input_audio": {"data": "Y2F0", "format": "wav"}}]),
+        ("what nobody knows", [{"type": "smell", "smell": "of fish"}]),
+        ("one of two", [image(b"cat"), {"type": "video_url", "video_url": {"url": "x"}}]),
+    ],
+)
+async def test_what_nobody_can_name_shares_nothing_and_is_no_error(tmp_path: Path, case: str, parts: list[Any]) -> None:
+    async with running(tmp_path, **IMAGES) as stage:
+        await stage.send(about(*parts))
+        route, job, _ = await stage.routed()
+        await stage.send(about(*parts))
+        again, _, _ = await stage.routed(count=2)
+
+        assert job.uncacheable and not job.media
+        assert (route.keys, again.keys) == (b"", b"")
+        assert route.ns_id != again.ns_id
+        assert route.prompt_tokens > 40
+        assert b"uuid" not in job.chat
+        assert stage.metric("uncacheable_total") == 2
+
+
+async def test_an_image_that_the_template_does_not_print_shares_nothing(tmp_path: Path) -> None:
+    """Templates that want one text have no place for it."""
+    directory = models.with_template(models.tiny_with_images(), "images-as-text", models.CHATML_WITH_TOOLS)
+    async with running(tmp_path, **(IMAGES | {"directory": directory})) as stage:
+        await stage.send(about(image(b"cat")))
+
+        _, job, _ = await stage.routed()
+        assert job.uncacheable
+
+
+async def test_a_model_that_takes_no_images_says_which_part_it_does_not_take(tmp_path: Path) -> None:
+    async with running(tmp_path) as stage:
+        await stage.send(about(image(b"cat")))
+
+        headers = await stage.refused()
+        assert headers["Pb-Error"] == "unsupported"
+        assert headers["Nats-Service-Error"].startswith("messages[0].content[1].type: 'image_url' parts are not taken")
+
+
+async def test_a_model_whose_tokenizer_has_no_token_for_an_image_cannot_be_loaded(tmp_path: Path) -> None:
+    section = ModelSection(tokenizer=str(models.tiny()), model_revision="sha256:w", media_revision="sha256:p")
+
+    with pytest.raises(ConfigInvalid, match=r"models\.m\.image_token: '<image>' is no token"):
+        await asyncio.to_thread(service.load_model, "m", section, tmp_path)
 
 
 async def test_an_adapter_is_routed_as_its_model_in_a_namespace_of_its_own(tmp_path: Path) -> None:

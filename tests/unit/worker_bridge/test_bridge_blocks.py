@@ -307,6 +307,36 @@ def test_an_adapters_blocks_are_its_namespaces_and_nobody_elses(
     assert blocks.foreign == (0 if is_ours else 2)
 
 
+def test_a_blocks_media_are_in_its_key_by_our_names_for_them() -> None:
+    cat, dog = b"c" * 16, b"d" * 16
+    event = stored(SALT_A, (X, Y, Z))
+    first: list[object] = [["cache_salt", SALT_A], [cat.hex(), 1]]
+    extra: list[object] = [first, [[cat.hex(), -1], [dog.hex(), 1]], None]
+    tokens = b"".join(token.to_bytes(4, "little") for block in (X, Y, Z) for token in block)
+
+    ops = index().apply(
+        [BlockStored(**{name: getattr(event, name) for name in event.__struct_fields__} | {"extra_keys": extra})]
+    )
+
+    media = [(1, 2, cat), (3, 1, dog)]
+    assert ops == [Stored(NS_A, 0, blockkeys.chain(tokens, 2, namespace.seed(NS_A), media))]
+
+
+@pytest.mark.parametrize("name", ["C" * 32, "c" * 31, "c" * 34, "what an engine made itself", ""])
+def test_what_an_engine_calls_a_medium_itself_is_none_of_our_names(name: str) -> None:
+    event = stored(SALT_A, (X,))
+    extra: list[object] = [[["cache_salt", SALT_A], [name, 0]]]
+    tokens = b"".join(token.to_bytes(4, "little") for token in X)
+
+    (op,) = index().apply(
+        [BlockStored(**{field: getattr(event, field) for field in event.__struct_fields__} | {"extra_keys": extra})]
+    )
+
+    assert isinstance(op, Stored)
+    assert op.keys != keys(NS_A, (X,))
+    assert op.keys != blockkeys.chain(tokens, 2, namespace.seed(NS_A), [(0, 2, b"\xcc" * 16)])
+
+
 def test_an_unknown_parent_leaves_the_story_incomplete() -> None:
     blocks = index()
 
