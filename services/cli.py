@@ -140,7 +140,7 @@ def init(state: State = DEFAULT_STATE) -> None:
     report = deployment.prepare(state, [])
     _say(f"{report.sentence()} in {state}" if report.created else report.sentence())
     if report.demo is not None:
-        _introduce(report.demo, state, f"nats://127.0.0.1:{deployment.DEFAULT_PORT}", when="after `prefixbus up`")
+        _introduce(report.demo, state, *_addresses(state), when="after `prefixbus up`")
 
 
 @app.command()
@@ -172,10 +172,14 @@ def up(
     engine_flags: Annotated[str, typer.Option(help="--engine vllm: more of vLLM's own flags, for each engine.")] = "",
     vllm_python: VllmPython = DEFAULT_VLLM_PYTHON,
     model: Annotated[str, typer.Option(help="The model that the engines serve, from config.toml.")] = DEFAULT_MODEL,
-    scale: Annotated[str, typer.Option(help="Copies: tokenizer=2,router=2,directory=2,auditor=2.")] = "",
+    scale: Annotated[str, typer.Option(help="Copies: tokenizer=2,router=2,directory=2,auditor=2,gateway=2.")] = "",
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Port of NATS, 0 for any; by default 4222, or any if that is taken."),
+    ] = None,
+    api_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the gateway, 0 for any; by default 8000, or any if it is taken."),
     ] = None,
 ) -> None:
     """Run a whole cluster on this machine, in the foreground, until Ctrl-C."""
@@ -187,7 +191,12 @@ def up(
     deployment.check_config(state, model)
     with state_module.lock(state):
         options = deployment.Options(
-            workers=workers, model=model, scale=copies, nats_port=deployment.choose_port(port), vllm=real
+            workers=workers,
+            model=model,
+            scale=copies,
+            nats_port=deployment.choose_port(port),
+            api_port=deployment.choose_api_port(state, api_port),
+            vllm=real,
         )
         running = deployment.Deployment(state, options, _say)
         _say(f"starting {running.plan()}")
@@ -234,9 +243,10 @@ async def _serve(
             policy_now = await _policy_in_force(state, running.nats_url)
             processes = len(running.pids())
             _say(f"up: {running.nats_url}, {len(running.workers)} workers, {processes} processes")
+            _say(f"OpenAI's API: {running.gateway_url}/v1")
             _say(f"policy: {policy_now.sentence()}")
             if new is not None:
-                _introduce(new, state, running.nats_url, model=model, when="in a second terminal")
+                _introduce(new, state, running.nats_url, running.gateway_url, model=model, when="in a second terminal")
                 if is_simulated:
                     _say("")
                     _say(guidance.RANDOM_WORDS)
@@ -301,6 +311,9 @@ def run(
     shard: Annotated[
         int | None, typer.Option(min=0, help="directory: the shard of which it is a replica; default: 0.")
     ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="gateway: the port it serves; default: the config's.")
+    ] = None,
 ) -> None:
     """Run one more copy of a service beside a running cluster, in the foreground."""
     from .bus import runtime
@@ -322,12 +335,16 @@ def run(
         only_with("worker_bridge", [name for name, given in of_bridges.items() if given])
     if service != "directory" and shard is not None:
         only_with("directory", ["--shard"])
+    if service != "gateway" and port is not None:
+        only_with("gateway", ["--port"])
     deployment.require(state)
     environ = dict(os.environ)
     if not nats:
         nats = _join_cluster(state, service, worker)
     if nats:
         environ["PREFIXBUS_NATS__URL"] = nats
+    if port is not None:
+        environ["PREFIXBUS_GATEWAY__PORT"] = str(port)
     module = importlib.import_module(SERVICES[service], __package__)
     if service == "worker_bridge":
         options = module.BridgeOptions(
@@ -481,7 +498,7 @@ def tenant(
         _say(f"tenant {name} ({label}): its token connects no more; open connections end within some minutes")
         return
     make = state_module.replace_token if replace else state_module.add_tenant
-    _introduce(make(state, name, scope, label=label), state, _nats_url(state))
+    _introduce(make(state, name, scope, label=label), state, *_addresses(state))
 
 
 @app.command()
@@ -494,7 +511,7 @@ def demo(
 ) -> None:
     """Start a cluster, send it a real workload under two policies, and show the difference."""
     from .cluster import demo as demo_module
-    from .cluster import deployment
+    from .cluster import deployment, guidance
     from .cluster import state as state_module
     from .cluster.status import terminal
 
@@ -530,6 +547,10 @@ def demo(
                 ok = asyncio.run(unless_stopped(running, directory, report.demo.token))
             except _Stopped:
                 raise typer.Exit(INTERRUPTED) from None
+    _say("")
+    _say("Now `prefixbus up`; then, in a second terminal, after its `export` lines:")
+    _say("")
+    _say(guidance.curl_command(DEFAULT_MODEL, "http://127.0.0.1:8000", f"demo.${TOKEN_VARIABLE}"))
     raise typer.Exit(0 if ok else 1)
 
 
@@ -541,9 +562,12 @@ def _say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _introduce(new: "NewTenant", state: Path, url: str, *, model: str = DEFAULT_MODEL, when: str = "") -> None:
+def _introduce(
+    new: "NewTenant", state: Path, url: str, api: str, *, model: str = DEFAULT_MODEL, when: str = ""
+) -> None:
     """Shows a new token, now and never again, and what to type with it."""
     from .cluster import guidance
+    from .gateway import keys
 
     elsewhere = None if state == DEFAULT_STATE else state.absolute()
     ca = _ca_of(state)
@@ -551,7 +575,15 @@ def _introduce(new: "NewTenant", state: Path, url: str, *, model: str = DEFAULT_
     _say("")
     typer.echo(f"export {TOKEN_VARIABLE}={new.token}")
     _export_url(url)
+    scope = guidance.scope_of(new)
+    typer.echo(f"export OPENAI_BASE_URL={api}{f'/scopes/{scope}' if scope else ''}/v1")
+    key = keys.text_of(new.tenant, f"${TOKEN_VARIABLE}", new.label)
+    typer.echo(f"export OPENAI_API_KEY={key}")
     _say(guidance.send_command(new, _program(), elsewhere, model))
+    _say("")
+    _say("or, as any client of OpenAI's API:")
+    _say("")
+    _say(guidance.curl_command(model, api, key, scope, ca))
     _say("")
     _say("or, with nothing of ours, by natscli 0.4 or newer:")
     _say("")
@@ -583,14 +615,17 @@ def _ca_of(state: Path) -> str:
     return str((state / ca).absolute()) if ca else ""
 
 
-def _nats_url(state: Path) -> str:
-    """Of what runs; of what would, when nothing does."""
+def _addresses(state: Path) -> tuple[str, str]:
+    """NATS and gateway of what runs; of what would, when nothing does."""
+    from .bus import config
     from .cluster import deployment
 
     try:
-        return deployment.read_cluster(state).nats_url
+        cluster = deployment.read_cluster(state)
+        return cluster.nats_url, cluster.gateway_url
     except Unavailable:
-        return f"nats://127.0.0.1:{deployment.DEFAULT_PORT}"
+        found = config.load(state / "config.toml", os.environ)
+        return f"nats://127.0.0.1:{deployment.DEFAULT_PORT}", deployment.gateway_url(found, found.gateway.port)
 
 
 async def _as_operator(state: Path, url: str, work: "Callable[[Bus], Awaitable[T]]") -> T:

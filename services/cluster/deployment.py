@@ -33,7 +33,7 @@ from .vllm import VLLM_READY_WITHIN_S, Vllm
 DEFAULT_MODEL = "smollm2"
 # NATS's own.
 DEFAULT_PORT = 4222
-SCALABLE = ("tokenizer", "directory", "router", "auditor")
+SCALABLE = ("tokenizer", "directory", "router", "auditor", "gateway")
 READY_WITHIN_S = 60.0
 _SIMULATED_KV_TOKENS = 1_048_576
 _STOP_PATIENCE_S = 25.0
@@ -45,14 +45,15 @@ _NATS, _ENGINE, _BRIDGE, _SERVICE = 0, 1, 2, 3
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. `scale` is the number of copies of each service, for the directory of each shard; `kv_tokens` the
-    cache of each engine, 0 for what a simulated one has by itself or a real one's memory holds. Without `vllm` engines
-    are simulated."""
+    """What to run. A port that is 0 is any free one; the gateway's is `api_port`. `scale` is the number of copies of
+    each service, for the directory of each shard; `kv_tokens` the cache of each engine, 0 for what a simulated one has
+    by itself or a real one's memory holds. Without `vllm` engines are simulated."""
 
     workers: int = 3
     model: str = DEFAULT_MODEL
     scale: dict[str, int] = {}
     nats_port: int = 0
+    api_port: int = 0
     kv_tokens: int = 0
     vllm: Vllm | None = None
 
@@ -77,6 +78,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
     engines: dict[str, Engine]
     processes: dict[str, int]
     simulated: bool = True
+    gateway_url: str = ""
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -174,6 +176,30 @@ def choose_port(asked: int | None) -> int:
     return asked or free_port()
 
 
+def choose_api_port(directory: Path, asked: int | None) -> int:
+    """A port for the gateway: the one asked for (0: any), or, when none was, the config's if it is free.
+
+    :raises Unavailable: the one asked for is taken.   :raises ConfigInvalid: the config cannot be read."""
+    if asked is None:
+        usual = _config(directory).gateway.port
+        return usual if port_is_free(usual) else free_port()
+    if asked and not port_is_free(asked):
+        raise Unavailable(
+            f"port {asked} is taken.", field="--api-port", remedy="Choose another, or 0 for any free one."
+        )
+    return asked or free_port()
+
+
+def _config(directory: Path) -> config_module.Config:
+    """What the file says, or will say once it is made, but for its models."""
+    path = directory / "config.toml"
+    if path.exists():
+        return config_module.load(path, os.environ)
+    # Overrides of what the file will hold besides (models) mean nothing before it does.
+    before = f"{config_module.ENV_PREFIX}MODELS__"
+    return config_module.parse("", {name: value for name, value in os.environ.items() if not name.startswith(before)})
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -201,6 +227,11 @@ async def connect(directory: Path, role: str, url: str) -> Bus:
         nkey_seed=secretfile.role_seed(directory, role),
         tls=tls_of(directory),
     )
+
+
+def gateway_url(config: config_module.Config, port: int) -> str:
+    """Where a gateway serves that was given this port."""
+    return f"{'https' if config.tls.certificate else 'http'}://{config.gateway.host}:{port}"
 
 
 def tls_of(directory: Path) -> ssl.SSLContext | None:
@@ -266,6 +297,8 @@ class Deployment:
         self._port = options.nats_port or free_port()
         self._is_up = False
         self._monitor_port = free_port()
+        self._api_port = options.api_port or free_port()
+        self.gateway_url = gateway_url(_config(directory), self._api_port)
         self.nats_url = f"nats://127.0.0.1:{self._port}"
         self.workers = [f"w{number}" for number in range(1, options.workers + 1)]
         self._engines = {
@@ -353,6 +386,7 @@ class Deployment:
             engines=self._engines,
             processes=pids,
             simulated=self.is_simulated,
+            gateway_url=self.gateway_url,
         )
         state.write_json(self._directory / "cluster.json", content)
 
@@ -405,10 +439,12 @@ class Deployment:
 
     def _service_specs(self) -> list[Spec]:
         specs = []
-        for service in ("tokenizer", "directory", "router", "auditor", "callout"):
+        for service in ("tokenizer", "directory", "router", "auditor", "callout", "gateway"):
             # The callout is a process of its own in the auditor service: they are scaled together.
             copies = self._options.scale.get("auditor" if service == "callout" else service, 1)
-            for name, command in self._directories() if service == "directory" else [(service, ["run", service])]:
+            options = ["--port", str(self._api_port)] if service == "gateway" else []
+            alike = [(service, ["run", service, *options])]
+            for name, command in self._directories() if service == "directory" else alike:
                 specs += [Spec(f"{name}-{n}", self._command(*command), _SERVICE) for n in range(1, copies + 1)]
         return specs
 
@@ -422,13 +458,7 @@ class Deployment:
 
     def _shards(self) -> int:
         """Of the directory: what the config says, or will say once it is made."""
-        path = self._directory / "config.toml"
-        if path.exists():
-            return config_module.load(path, os.environ).directory.shards
-        # Overrides of what the file will hold besides (models) mean nothing before it does.
-        prefix = f"{config_module.ENV_PREFIX}DIRECTORY__"
-        overrides = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
-        return config_module.parse("", overrides).directory.shards
+        return _config(self._directory).directory.shards
 
     def _engine_specs(self) -> list[Spec]:
         return [

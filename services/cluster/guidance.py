@@ -23,7 +23,7 @@ def send_command(new: NewTenant, program: str, state: Path | None, model: str) -
         words += ["--tenant", new.tenant]
     if new.label != DEFAULT_LABEL:
         words += ["--label", new.label]
-    if scope := _scope(new):
+    if scope := scope_of(new):
         words += ["--scope", scope]
     if model != DEFAULT_MODEL:
         words += ["--model", model]
@@ -40,7 +40,18 @@ def nats_command(new: NewTenant, url: str, model: str, ca: str = "") -> str:
         words += ["--tlsca", shlex.quote(ca)]
     words += ["request", "--wait-for-empty", "--reply-timeout", "5s", "--raw"]
     body = f'{{"messages":[{{"role":"user","content":"{QUESTION}"}}],"max_tokens":{MAX_TOKENS}}}'
-    return " ".join([*words, subjects.infer(new.tenant, model, _scope(new)), shlex.quote(body)])
+    return " ".join([*words, subjects.infer(new.tenant, model, scope_of(new)), shlex.quote(body)])
+
+
+def curl_command(model: str, url: str, key: str, scope: str = "", ca: str = "") -> str:
+    """The same request over HTTP by curl; `key` may name variables of the shell."""
+    words = ["curl", "-N", f"{url}{f'/scopes/{scope}' if scope else ''}/v1/chat/completions"]
+    if ca:
+        words += ["--cacert", shlex.quote(ca)]
+    words += ["-H", f'"Authorization: Bearer {key}"', "-H", "'Content-Type: application/json'"]
+    message = f'{{"role":"user","content":"{QUESTION}"}}'
+    body = f'{{"model":"{model}","messages":[{message}],"max_tokens":{MAX_TOKENS},"stream":true}}'
+    return " ".join([*words, "-d", shlex.quote(body)])
 
 
 def usage_sentence(usage: Mapping[str, Any]) -> str:
@@ -54,7 +65,7 @@ def usage_sentence(usage: Mapping[str, Any]) -> str:
     )
 
 
-def _scope(new: NewTenant) -> str:
+def scope_of(new: NewTenant) -> str:
     """A scope that this credential may name; "" is the tenant-wide one."""
     if new.scopes is None or "" in new.scopes or not new.scopes:
         return ""

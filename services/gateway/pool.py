@@ -17,6 +17,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
+import anyio
 import anyio.abc
 
 from ..bus.clock import Clock
@@ -94,6 +95,7 @@ class Pool:
         self._turns = asyncio.Semaphore(CONNECTING)
         self._waiting = 0
         self._resumed_before = 0
+        self._tending = anyio.CancelScope()
 
     def __repr__(self) -> str:
         return f"<Pool {len(self._entries)} keys, {len(self._retired)} on their way out, {len(self._denied)} denied>"
@@ -132,21 +134,21 @@ class Pool:
                 self._close(entry)
 
     async def tend(self) -> None:
-        """Closes what is idle or cut off, for ever."""
-        while True:
-            await asyncio.sleep(TEND_EVERY_S)
-            now = self._clock.now()
-            for digest, entry in list(self._entries.items()):
-                is_idle = not entry.users and now - entry.idle_since >= self._idle_s
-                if entry.client is not None and (is_idle or not entry.client.connected):
-                    self._retire(digest)
+        """Closes what is idle or cut off, until `close`."""
+        with self._tending:
+            while True:
+                await asyncio.sleep(TEND_EVERY_S)
+                now = self._clock.now()
+                for digest, entry in list(self._entries.items()):
+                    is_idle = not entry.users and now - entry.idle_since >= self._idle_s
+                    if entry.client is not None and (is_idle or not entry.client.connected):
+                        self._retire(digest)
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        """Nobody asks any more: everything is closed, by tasks."""
+        self._tending.cancel()
         for digest in list(self._entries):
             self._retire(digest)
-        for entry in list(self._retired):
-            if entry.client is not None:
-                await entry.client.close()
 
     def _entry(self, key: ApiKey) -> _Entry:
         digest, now = key.digest(self._secret), self._clock.now()
@@ -171,6 +173,8 @@ class Pool:
         try:
             async with self._turns:
                 entry.client = await self._connected(digest, entry.key)
+            if entry.retired:
+                raise _going_away()
             self._make_room(digest)
             self._on_result("connected")
         except PrefixbusError as exc:
@@ -178,10 +182,13 @@ class Pool:
             self._on_result("denied" if isinstance(exc, InvalidKey) else "failed")
         finally:
             self._waiting -= 1
-            if entry.error is not None or entry.client is None:
-                entry.error = entry.error or BusUnavailable("The gateway is going away.")
+            if entry.client is None:
+                entry.error = entry.error or _going_away()
+            if entry.error is not None:
                 if self._entries.get(digest) is entry:
                     self._retire(digest)
+                else:
+                    self._close(entry)
             entry.settled.set()
 
     async def _connected(self, digest: bytes, key: ApiKey) -> Client:
@@ -232,6 +239,10 @@ class Pool:
         if entry.client is not None:
             self._resumed_before += entry.client.resumed
             self._tasks.start_soon(entry.client.close)
+
+
+def _going_away() -> BusUnavailable:
+    return BusUnavailable("The gateway is going away.")
 
 
 def _full(what: str) -> Overloaded:

@@ -54,6 +54,10 @@ _TOLD = (subjects.HEADER_DECISION, subjects.HEADER_PREDICTED_TOKENS, subjects.HE
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": waiting\n\n"
 
+# Of each request: its id, and when its headers were there, in seconds of our clock.
+_ID = web.RequestKey("id", str)
+_AT = web.RequestKey("at", float)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -111,8 +115,8 @@ class Gateway:
     async def _edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer has the request's id and is counted; whatever goes wrong is said in OpenAI's form."""
         http = request
-        http["id"] = request_id(http.headers.get("X-Request-Id", ""))
-        http["at"] = self._rt.clock.now()
+        http[_ID] = request_id(http.headers.get("X-Request-Id", ""))
+        http[_AT] = self._rt.clock.now()
         status = _GONE
         self._in_hand += 1
         try:
@@ -136,10 +140,10 @@ class Gateway:
             # It went away while it was written to.
             raise
         except Exception as exc:  # the edge: one request's failure is not the service's
-            self._rt.caught(exc, "a request failed", request_id=http["id"])
+            self._rt.caught(exc, "a request failed", request_id=http[_ID])
             answer = _fault(PrefixbusError())
         if not answer.prepared:
-            answer.headers["X-Request-Id"] = http["id"]
+            answer.headers["X-Request-Id"] = http[_ID]
         return answer
 
     @contextlib.asynccontextmanager
@@ -160,7 +164,7 @@ class Gateway:
             frames = client.stream(
                 str(body["model"]),
                 body,
-                request_id=http["id"],
+                request_id=http[_ID],
                 scope=scope,
                 deadline_s=self._deadline_s(http),
                 prefix_class=http.headers.get(subjects.HEADER_PREFIX_CLASS, ""),
@@ -227,11 +231,11 @@ class Gateway:
     async def _stream(
         self, http: web.Request, frames: AsyncIterator[Frame], *, include_usage: bool
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**_SSE_HEADERS, "X-Request-Id": http["id"]})
+        response = web.StreamResponse(headers={**_SSE_HEADERS, "X-Request-Id": http[_ID]})
         try:
             async for frame in frames:
                 if frame.seq is None:
-                    if response.prepared or self._rt.clock.now() - http["at"] >= self._settings.headers_after_s:
+                    if response.prepared or self._rt.clock.now() - http[_AT] >= self._settings.headers_after_s:
                         await self._write(http, response, _COMMENT)
                     continue
                 if not frame.seq:
@@ -264,7 +268,7 @@ class Gateway:
 
     def _began(self, http: web.Request, frame: Frame) -> dict[str, str]:
         """Counts the first chunk; what its headers say that the caller may know, as headers of ours."""
-        self._metrics.first_seconds.labels(_endpoint(http)).observe(self._rt.clock.now() - http["at"])
+        self._metrics.first_seconds.labels(_endpoint(http)).observe(self._rt.clock.now() - http[_AT])
         return {name: frame.headers[name] for name in _TOLD if name in frame.headers}
 
 
@@ -349,13 +353,12 @@ async def run(rt: Runtime) -> None:
         await runner.setup()
         try:
             await _site(rt, runner).start()
-            rt.log.info("serving %s", url_of(rt.config))
+            rt.log.info("serving on %s:%d", settings.host, settings.port)
             rt.ready()
             await rt.stopping.wait()
         finally:
             await runner.cleanup()
-        await pool.close()
-        tasks.cancel_scope.cancel()
+            pool.close()
 
 
 def _site(rt: Runtime, runner: web.AppRunner) -> web.TCPSite:
@@ -363,8 +366,3 @@ def _site(rt: Runtime, runner: web.AppRunner) -> web.TCPSite:
     context = tls.server_context(rt.config.tls, rt.state)
     # Copies share the port, and the kernel gives each of them connections.
     return web.TCPSite(runner, settings.host, settings.port, ssl_context=context, reuse_port=True, backlog=1024)
-
-
-def url_of(config: Config) -> str:
-    """Where a gateway of this config serves."""
-    return f"{'https' if config.tls.certificate else 'http'}://{config.gateway.host}:{config.gateway.port}"

@@ -38,6 +38,7 @@ IDLE = {
         "prefixbus_router_worker_reported",
         "prefixbus_router_worker_queue_ms",
     ),
+    "gateway": ("prefixbus_gateway_in_hand",),
     "directory": ("prefixbus_directory_announced_requests", "prefixbus_directory_announced_blocks"),
     "worker_bridge": (
         "prefixbus_bridge_running",
@@ -97,7 +98,8 @@ class Cluster:
         self.token = made.stdout.split("PREFIXBUS_TOKEN=")[1].split()[0]
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "prefixbus", "up", "--state", str(self.state), "--port", "0", *self._arguments]
+        ports = ["--port", "0", "--api-port", "0"]
+        command = [sys.executable, "-m", "prefixbus", "up", "--state", str(self.state), *ports, *self._arguments]
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -147,6 +149,16 @@ class Cluster:
     @property
     def url(self) -> str:
         return self.file.nats_url
+
+    @property
+    def api(self) -> str:
+        """The base URL of OpenAI's API."""
+        return f"{self.file.gateway_url}/v1"
+
+    @property
+    def key(self) -> str:
+        """The demo tenant's API key."""
+        return f"demo.{self.token}"
 
     def pid(self, name: str) -> int:
         """The pid of a process by its name in cluster.json: router-1, bridge-w2, engine-w1, nats-server ..."""

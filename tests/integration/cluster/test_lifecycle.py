@@ -130,6 +130,7 @@ def test_status_shows_processes_and_workers(running: Cluster) -> None:
         "router-1",
         "auditor-1",
         "callout-1",
+        "gateway-1",
     )
     for name in names:
         assert re.search(rf"^{name} +\d+ +\S+:\d+ +ready *$", done.stdout, re.MULTILINE), name
@@ -341,7 +342,17 @@ def test_cluster_json_tells_what_runs(running: Cluster) -> None:
     assert content["pid"] == running.process.pid
     assert content["nats_url"].startswith("nats://127.0.0.1:")
     assert set(content["processes"]) == {
-        *("nats-server", "engine-w1", "bridge-w1", "tokenizer-1", "directory-1", "router-1", "auditor-1", "callout-1")
+        *(
+            "nats-server",
+            "engine-w1",
+            "bridge-w1",
+            "tokenizer-1",
+            "directory-1",
+            "router-1",
+            "auditor-1",
+            "callout-1",
+            "gateway-1",
+        )
     }
 
 

@@ -102,3 +102,12 @@ def test_the_plan_counts_replicas_of_each_shard(
     running = deployment.Deployment(directory, deployment.Options(scale={"directory": 2}), lambda line: None)
 
     assert said in running.plan().split(", ")
+
+
+def test_the_gateway_takes_the_configs_port_if_it_is_free_and_any_other_if_not(directory: Path, taken: int) -> None:
+    with (directory / "config.toml").open("a") as config:
+        config.write(f"[gateway]\nport = {taken}\n")
+
+    assert deployment.choose_api_port(directory, None) not in (0, taken)
+    with pytest.raises(Unavailable, match="--api-port"):
+        deployment.choose_api_port(directory, taken)

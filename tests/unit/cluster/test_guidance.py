@@ -65,3 +65,16 @@ def test_the_nats_command_goes_where_the_credential_may() -> None:
 )
 def test_usage_is_a_sentence(usage: dict[str, object], sentence: str) -> None:
     assert guidance.usage_sentence(usage) == sentence
+
+
+@pytest.mark.parametrize(("scope", "path"), [("", "/v1/chat/completions"), ("hr", "/scopes/hr/v1/chat/completions")])
+def test_the_curl_command_is_one_request_with_the_key_of_the_shell(scope: str, path: str) -> None:
+    command = shlex.split(
+        guidance.curl_command("a/b", "http://127.0.0.1:9", "demo.$PREFIXBUS_TOKEN", scope, "/c a.pem")
+    )
+
+    assert command[2] == f"http://127.0.0.1:9{path}"
+    assert command[command.index("--cacert") + 1] == "/c a.pem"
+    assert "Authorization: Bearer demo.$PREFIXBUS_TOKEN" in command
+    body = json.loads(command[-1])
+    assert (body["model"], body["stream"], body["max_tokens"]) == ("a/b", True, guidance.MAX_TOKENS)

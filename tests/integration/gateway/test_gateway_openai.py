@@ -1,0 +1,197 @@
+"""The official client, unchanged: only its base URL and key are ours."""
+
+import asyncio
+import uuid
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+from support.cluster import MODEL, Cluster
+
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is in a KV cache?"}]
+
+
+def test_a_chat_by_the_synchronous_client(cluster: Cluster) -> None:
+    with OpenAI(base_url=cluster.api, api_key=cluster.key) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8)
+
+    choice = answer.choices[0]
+    assert answer.object == "chat.completion"
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    assert answer.usage and answer.usage.completion_tokens == 8
+
+
+def test_a_stream_by_the_synchronous_client(cluster: Cluster) -> None:
+    with OpenAI(base_url=cluster.api, api_key=cluster.key) as client:
+        stream = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, stream=True)
+        chunks = list(stream)
+
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.usage is None for chunk in chunks), "nobody asked for it"
+
+
+async def test_a_stream_says_the_same_as_a_whole_answer(openai: AsyncOpenAI) -> None:
+    whole = await openai.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+    stream = await openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=16, temperature=0, stream=True
+    )
+
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert text == whole.choices[0].message.content
+
+
+async def test_usage_in_a_stream_comes_in_a_last_chunk_of_its_own(openai: AsyncOpenAI) -> None:
+    stream = await openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=4, stream=True, stream_options={"include_usage": True}
+    )
+
+    chunks = [chunk async for chunk in stream]
+
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 4
+
+
+async def test_a_prompt_that_was_asked_before_comes_from_the_cache(openai: AsyncOpenAI) -> None:
+    text = f"{uuid.uuid4().hex} " + "a prompt of some blocks, which is asked twice " * 20
+
+    async def cached() -> int:
+        answer = await openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=1
+        )
+        assert answer.usage and answer.usage.prompt_tokens_details
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [await cached() > 100 for _ in range(2)] == [False, True]
+
+
+async def test_a_completion_whole_and_streamed(openai: AsyncOpenAI) -> None:
+    whole = await openai.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8, temperature=0)
+    stream = await openai.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=8, temperature=0, stream=True
+    )
+
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+
+    assert whole.object == "text_completion"
+    assert text == whole.choices[0].text != ""
+    assert whole.usage and whole.usage.completion_tokens == 8
+
+
+async def test_a_stop_string_ends_the_answer(openai: AsyncOpenAI) -> None:
+    before = await openai.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+    words = (before.choices[0].message.content or "").split(" ")
+    word = next(each for each in words[3:] if each and words.count(each) == 1)
+
+    answer = await openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=16, temperature=0, stop=[word]
+    )
+
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == " ".join(words).split(word)[0]
+
+
+async def test_models_are_listed_and_looked_up(openai: AsyncOpenAI) -> None:
+    listed = [model.id async for model in await openai.models.list()]
+
+    assert listed == [MODEL]
+    assert (await openai.models.retrieve(MODEL)).owned_by == "prefixbus"
+    with pytest.raises(Exception, match="does not exist") as raised:
+        await openai.models.retrieve("gpt-4")
+    assert getattr(raised.value, "code", None) == "model_not_found"
+
+
+async def test_the_client_is_told_the_requests_id(openai: AsyncOpenAI) -> None:
+    answer = await openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=1, extra_headers={"X-Request-Id": "mine"}
+    )
+
+    assert (answer._request_id or "").startswith("mine-")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "code", "param"),
+    [
+        ({"model": "gpt-4"}, openai.NotFoundError, "model_not_found", "model"),
+        ({"messages": []}, openai.BadRequestError, "bad_request", "messages"),
+        ({"temperature": "hot"}, openai.BadRequestError, "bad_request", "temperature"),
+        ({"max_tokens": 0}, openai.BadRequestError, "bad_request", "max_tokens"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 9000}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+            "messages",
+        ),
+        ({"audio": {"voice": "x", "format": "mp3"}}, openai.BadRequestError, "unsupported", "audio"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_is_the_clients_own_class_with_code_and_field(
+    cluster: Cluster,
+    body: dict[str, object],
+    kind: type[openai.APIStatusError],
+    code: str,
+    param: str | None,
+    stream: bool,
+) -> None:
+    asked: dict[str, object] = {"model": MODEL, "messages": QUESTION, **body, "stream": stream}
+    async with AsyncOpenAI(base_url=cluster.api, api_key=cluster.key) as client:
+        with pytest.raises(kind) as raised:
+            await client.chat.completions.create(**asked)  # type: ignore[call-overload]
+
+    assert (raised.value.code, raised.value.param) == (code, param)
+    assert raised.value.request_id
+
+
+@pytest.mark.parametrize("key", ["demo.wrong", "nobody.wrong", "wrong", "demo.other.wrong"])
+async def test_a_wrong_key_is_an_authentication_error_and_nothing_more(cluster: Cluster, key: str) -> None:
+    async with AsyncOpenAI(base_url=cluster.api, api_key=key, max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as raised:
+            await client.chat.completions.create(model=MODEL, messages=QUESTION)
+
+    assert raised.value.body == {
+        "message": "Incorrect API key provided.",
+        "type": "authentication_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+
+
+async def test_a_client_that_times_out_leaves_nothing_behind(cluster: Cluster, openai: AsyncOpenAI) -> None:
+    from openai import APITimeoutError
+
+    with pytest.raises(APITimeoutError):
+        await openai.with_options(timeout=0.3).chat.completions.create(
+            model=MODEL, messages=QUESTION, max_tokens=2000, extra_body={"ignore_eos": True}
+        )
+
+    await cluster.settles(4.0)
+
+
+async def test_a_stream_that_is_closed_early_is_cancelled(cluster: Cluster, openai: AsyncOpenAI) -> None:
+    stream = await openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+
+    await stream.close()
+
+    await cluster.settles(4.0)
+
+
+async def test_many_at_once_by_one_client(openai: AsyncOpenAI) -> None:
+    async def ask(number: int) -> str:
+        answer = await openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"Number {number}"}], max_tokens=4
+        )
+        return answer.id
+
+    ids = await asyncio.gather(*(ask(number) for number in range(30)))
+
+    assert len(set(ids)) == 30
