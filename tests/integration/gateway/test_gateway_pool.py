@@ -1,0 +1,167 @@
+"""Keys and the connections made with them: wrong keys cost little and hurt nobody, idle connections go."""
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+from support.nats import eventually
+
+from prefixbus.gateway import pool
+
+from .gateway_world import Asked, World, chat
+
+
+async def post(session: aiohttp.ClientSession, world: World, key: str) -> tuple[int, str]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with session.post(f"{world.api}/chat/completions", json=chat(), headers=headers) as got:
+        content = await got.json()
+        return got.status, content.get("error", {}).get("code", "")
+
+
+async def test_a_wrong_key_is_shown_to_the_bus_once(world: World) -> None:
+    async with world.session() as session:
+        answers = [await post(session, world, "demo.wrong") for _ in range(5)]
+
+    assert answers == [(401, "invalid_api_key")] * 5
+    assert world.callout.service.counts["denied"] == 1
+    assert world.metric("keys_total", result="denied_again") == 4
+
+
+async def test_a_wrong_key_that_becomes_right_works_a_little_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "DENIED_FOR_S", 0.2)
+    async with world.session() as session:
+        assert (await post(session, world, "acme.wrong"))[0] == 401
+        key = f"acme.{world.server.token('acme')}"
+
+        assert (await post(session, world, key))[0] == 200
+
+
+@pytest.mark.parametrize("key", ["demo.wrong", "nobody.wrong", "x", "demo.other.wrong", ""])
+async def test_every_wrong_key_is_answered_in_the_same_words(world: World, key: str) -> None:
+    async with (
+        world.session() as session,
+        session.get(f"{world.api}/models", headers={"Authorization": f"Bearer {key}"}) as got,
+    ):
+        said = await got.read()
+
+    assert got.status == 401
+    assert said == (
+        b'{"error":{"message":"Incorrect API key provided.","type":"authentication_error","param":null,'
+        b'"code":"invalid_api_key"}}'
+    )
+
+
+async def test_a_flood_of_wrong_keys_leaves_those_with_right_ones_as_they_were(world: World) -> None:
+    """Bounds are for a thousand in a minute; these come as fast as the machine lets them."""
+    asked: list[int] = []
+    over = asyncio.Event()
+
+    async def flood(session: aiohttp.ClientSession, first: int) -> set[int]:
+        return {(await post(session, world, f"demo.wrong-{number}"))[0] for number in range(first, 300, 10)}
+
+    async def keep_asking(session: aiohttp.ClientSession) -> None:
+        while not over.is_set():
+            asked.append((await post(session, world, world.key))[0])
+
+    async with world.session() as session:
+        asking = asyncio.create_task(keep_asking(session))
+        await eventually(lambda: bool(asked), "the right key is connected")
+        before = len(asked)
+        statuses = await asyncio.gather(*(flood(session, first) for first in range(10)))
+        during = len(asked) - before
+        new_key = f"acme.{world.server.token('acme')}"
+        assert (await post(session, world, new_key))[0] == 200
+        over.set()
+        await asking
+
+    assert set().union(*statuses) == {401}
+    assert set(asked) == {200}
+    assert during > 10
+    assert world.metric("connections") == 2
+
+
+async def test_requests_of_one_key_share_a_connection(world: World) -> None:
+    go_on = asyncio.Event()
+
+    async def waits(asked: Asked) -> None:
+        while not go_on.is_set():
+            asked.keep_alive()
+            await asyncio.sleep(0.05)
+        asked.whole()
+
+    world.script = waits
+    async with world.session() as session:
+        running = [asyncio.create_task(post(session, world, world.key)) for _ in range(20)]
+        await eventually(lambda: len(world.asked) == 20, "all are asked")
+        assert world.metric("connections") == 1
+        go_on.set()
+        assert await asyncio.gather(*running) == [(200, "")] * 20
+
+
+@pytest.mark.parametrize("world", [{"max_requests_per_key": 2}], indirect=True)
+async def test_more_requests_than_a_key_may_have_are_told_to_come_again(world: World) -> None:
+    go_on = asyncio.Event()
+
+    async def waits(asked: Asked) -> None:
+        while not go_on.is_set():
+            asked.keep_alive()
+            await asyncio.sleep(0.05)
+        asked.whole()
+
+    world.script = waits
+    async with world.session() as session:
+        running = [asyncio.create_task(post(session, world, world.key)) for _ in range(2)]
+        await eventually(lambda: len(world.asked) == 2, "two are asked")
+        async with session.post(f"{world.api}/chat/completions", json=chat()) as got:
+            assert got.status == 429
+            assert int(got.headers["Retry-After"]) >= 1
+            assert (await got.json())["error"]["code"] == "rate_limit_exceeded"
+        go_on.set()
+        assert await asyncio.gather(*running) == [(200, "")] * 2
+
+
+@pytest.mark.parametrize("world", [{"idle_s": 0.2}], indirect=True)
+async def test_an_idle_connection_is_closed_and_made_again_when_needed(world: World) -> None:
+    async with world.session() as session:
+        for _ in range(2):
+            assert (await post(session, world, world.key))[0] == 200
+            await eventually(lambda: world.metric("connections") == 0, "it is closed", 10)
+
+    assert world.metric("keys_total", result="connected") == 2
+
+
+@pytest.mark.parametrize("world", [{"max_keys": 4}], indirect=True)
+async def test_more_keys_than_there_is_room_for_push_out_idle_ones(world: World) -> None:
+    async with world.session() as session:
+        for number in range(8):
+            key = f"t{number}.{world.server.token(f't{number}')}"
+            assert (await post(session, world, key))[0] == 200
+
+    await eventually(lambda: world.metric("connections") <= 4, "idle ones are closed")
+
+
+# nats-py leaves a connection open that a server refused while it was coming back.
+@pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")
+async def test_a_server_that_restarts_costs_nobody_a_request(world: World) -> None:
+    async with world.session() as session:
+        assert (await post(session, world, world.key))[0] == 200
+        world.server.kill()
+        asking = asyncio.create_task(post(session, world, world.key))
+        world.server.start_again()
+
+        status, code = await asking
+        # Who asks while there is no server is told that; who comes after it is answered.
+        assert (status, code) in ((200, ""), (503, "bus_unavailable"))
+        give_up_at = time.monotonic() + 15
+        while (await post(session, world, world.key))[0] != 200:
+            assert time.monotonic() < give_up_at
+
+
+async def test_without_a_callout_nobodys_key_is_called_wrong(world: World) -> None:
+    await world.callout.stop()
+
+    async with world.session() as session:
+        assert await post(session, world, world.key) == (503, "bus_unavailable")
