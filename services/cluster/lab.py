@@ -141,8 +141,8 @@ def replay(
         )
     if report_gap > report_every:
         raise ConfigInvalid("is longer than --report-every.", field="--report-gap", remedy="Give less.")
-    _writable(as_json, "--json")
-    _writable(plot, "--plot")
+    _writable(as_json, "--json", trace)
+    _writable(plot, "--plot", trace)
     if plot is not None:
         charts.require()
     failures = tuple(_failure(text, workers) for text in fail or ())
@@ -210,7 +210,7 @@ def repeats(
     from ..lab import traces
 
     machine = _profile(profile)
-    _writable(as_json, "--json")
+    _writable(as_json, "--json", trace)
     try:
         with trace.open("rb") as lines:
             prompts = repeats_module.prompts(traces.read(lines, trace_block, first), trace_block)
@@ -247,7 +247,7 @@ def import_(
     """Make a trace of a log of OpenAI-style requests, tokenised as they would be served. No text goes into it."""
     from . import importing
 
-    _writable(output, "--output")
+    _writable(output, "--output", log)
     imported = importing.read(log, model, block_size, tenant_field, _say)
     for problem in imported.problems:
         some = ", ".join(map(str, problem.lines[:_MOST_LINES_NAMED]))
@@ -343,8 +343,11 @@ def _failure(text: str, workers: int) -> "Failure":
     return failure
 
 
-def _writable(path: Path | None, option: str) -> None:
-    """Before minutes are spent on what cannot be kept. :raises ConfigInvalid: there is no such directory."""
+def _writable(path: Path | None, option: str, source: Path) -> None:
+    """Before minutes are spent on what cannot be kept. :raises ConfigInvalid: there is no such directory, or what is
+    read stands there."""
+    if path is not None and path.resolve() == source.resolve():
+        raise ConfigInvalid(f"{str(path)!r} is what is read.", field=option, remedy="Name another file.")
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigInvalid(
             f"{str(path)!r} is not a file in a directory that exists.",

@@ -9,8 +9,9 @@
 Time does not pass here: each request is there before the next one comes, and takes no room for its answer. So these
 are bounds of what can be reused, and nothing about queues.
 
-The rule (`verdict`) is about prefill ms a request: the ceiling minus in turn is what choosing workers can gain at most.
-Go if that is at least SHARE of all prefill, and at least WORTH times what the way through the bus costs a request.
+The rule (`verdict`) is about prefill ms a request: pooled minus in turn is what choosing workers well comes near to
+gaining. Go if that is at least SHARE of all prefill, and at least WORTH times what the way through the bus costs a
+request. The ceiling minus in turn is said beside it: engines forget what was used least recently, and reach it seldom.
 
 Owns: these bounds and the rule.   Must not know: policies, engines but for their prefill times.
 Units: tokens, ms, shares of 1. An id of a trace's last block, which need not be full, counts as such a block, as in the
@@ -147,7 +148,7 @@ def report(asked: Sequence[Prompt], block_size: int, workers: int, kv_tokens: in
         asked, [min(one.tokens, block_size * count) for one, count in zip(asked, at_most, strict=True)], profile
     )
     prefill_ms = sum(profile.chunk_ms(prompt.tokens, prompt.tokens) for prompt in asked)
-    go, sentence = verdict(len(asked), prefill_ms, ceiling, in_turn)
+    go, sentence = verdict(len(asked), prefill_ms, ceiling, pooled, in_turn)
     classes = sorted({prompt.prefix_class for prompt in asked})
     return Report(
         workers=workers,
@@ -168,18 +169,19 @@ def report(asked: Sequence[Prompt], block_size: int, workers: int, kv_tokens: in
     )
 
 
-def verdict(requests: int, prefill_ms: float, ceiling: Bound, in_turn: Bound) -> tuple[bool, str]:
+def verdict(requests: int, prefill_ms: float, ceiling: Bound, pooled: Bound, in_turn: Bound) -> tuple[bool, str]:
     """Whether it is worth while to choose workers by what they hold, and why."""
-    gain_ms = max(0.0, ceiling.prefill_ms_saved - in_turn.prefill_ms_saved)
+    gain_ms = max(0.0, pooled.prefill_ms_saved - in_turn.prefill_ms_saved)
     share, each_ms = gain_ms / prefill_ms if prefill_ms else 0.0, gain_ms / requests
     reasons = []
     if each_ms < WORTH * PATH_MS:
         reasons.append(f"less than {WORTH:g} times the {PATH_MS:g} ms that the way through the bus costs it")
     if share < SHARE:
         reasons.append(f"less than {SHARE:.0%} of all prefill")
+    most_ms = max(0.0, ceiling.prefill_ms_saved - in_turn.prefill_ms_saved) / requests
     found = (
-        f"choosing workers can save at most {each_ms:.1f} ms of prefill a request ({share:.1%} of all) beyond what"
-        " requests find when they are dealt in turn"
+        f"choosing workers can save about {each_ms:.1f} ms of prefill a request ({share:.1%} of all) beyond what"
+        f" requests find when they are dealt in turn, and never more than {most_ms:.1f} ms"
     )
     if reasons:
         return False, f"no-go: {found}: {' and '.join(reasons)}."

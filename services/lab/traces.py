@@ -24,6 +24,10 @@ from .workload import Arrival, Workload, seed_of
 _hash = xxhash.xxh3_64_intdigest
 
 
+# Time that nobody uses is played as well.
+LONGEST_S = 7 * 86400.0
+
+
 class Line(msgspec.Struct, frozen=True):
     """A request of a trace; fields that are not named here are not looked at. Ids are 64 bits with their sign."""
 
@@ -62,7 +66,7 @@ def read(lines: Iterable[bytes | str], trace_block: int, first: int = 0) -> Iter
 def load(lines: Iterable[bytes | str], trace_block: int, block_size: int = 0, first: int = 0) -> Workload:
     """A trace whose ids stand for `trace_block` tokens each, for engines with blocks of `block_size` (0: the same).
 
-    :raises ConfigInvalid: as `read`, or blocks do not fit into the trace's."""
+    :raises ConfigInvalid: as `read`, or blocks do not fit into the trace's, or it is over `LONGEST_S` long."""
     block_size = block_size or trace_block
     if trace_block % block_size:
         raise ConfigInvalid(
@@ -94,4 +98,11 @@ def load(lines: Iterable[bytes | str], trace_block: int, block_size: int = 0, fi
             )
         )
     arrivals.sort(key=lambda arrival: arrival.at)
-    return Workload(arrivals, block_size)
+    if arrivals and arrivals[-1].at - arrivals[0].at > LONGEST_S:
+        raise ConfigInvalid(
+            f"the last request comes {arrivals[-1].at - arrivals[0].at:.0f} s after the first, over {LONGEST_S:.0f} s.",
+            field="timestamp",
+            remedy="Timestamps are in milliseconds. Correct one that stands alone, or play a part of the trace.",
+        )
+    # Real logs have the time of day; virtual time begins with the first request.
+    return Workload([msgspec.structs.replace(one, at=one.at - arrivals[0].at) for one in arrivals], block_size)

@@ -20,6 +20,7 @@ def figure(table: Table, row: Fields, column: Fields, name: str, measured: Known
         values.append(
             {
                 "mean": figures.ttft_ms.mean,
+                "p50": figures.ttft_ms.p50,
                 "p95": figures.ttft_ms.p95,
                 "reuse": figures.token_reuse,
                 "queue": figures.queue_ms.mean if figures.queue_ms else 0.0,

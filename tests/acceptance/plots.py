@@ -27,8 +27,11 @@ def draw(measured: compare.Known, folder: Path) -> None:
     _delay(by_key["events"], measured, folder / "ttft-delay.png")
 
 
-def _style(policy: str) -> dict[str, Any]:
-    return {"color": "black", "linewidth": 2.2, "zorder": 5} if policy == OURS else {"linewidth": 1.2}
+def _style(policy: str, number: int) -> dict[str, Any]:
+    """The `number`th of a picture: with ten colours, the next ten are dashed."""
+    if policy == OURS:
+        return {"color": "black", "linewidth": 2.2, "zorder": 5}
+    return {"color": f"C{number % 10}", "linewidth": 1.2, "linestyle": "-" if number < 10 else "--"}
 
 
 def _cdfs(table: plan.Table, measured: compare.Known, file: Path) -> None:
@@ -36,10 +39,10 @@ def _cdfs(table: plan.Table, measured: compare.Known, file: Path) -> None:
     figure, places = plt.subplots(2, 2, figsize=(11, 8))
     for place, label in zip(places.flat, wanted, strict=True):
         row = dict(table.rows)[label]
-        for policy, column in table.columns:
+        for number, (policy, column) in enumerate(table.columns):
             one = measured[table.cells_of(row, column)[0].key]
             if one.ttft_ms:
-                place.plot([max(1.0, ms) for ms in one.ttft_ms], _SHARES, label=policy, **_style(policy))
+                place.plot([max(1.0, ms) for ms in one.ttft_ms], _SHARES, label=policy, **_style(policy, number))
         place.set_xscale("log")
         place.set_title(label)
         place.set_xlabel("TTFT, ms")
@@ -51,10 +54,10 @@ def _cdfs(table: plan.Table, measured: compare.Known, file: Path) -> None:
 
 def _lines(place: Axes, table: plan.Table, measured: compare.Known, prefix: str, name: str, xs: list[float]) -> None:
     rows = [row for label, row in table.rows if label.startswith(prefix)]
-    for policy, column in table.columns:
+    for number, (policy, column) in enumerate(table.columns):
         values = [compare.figure(table, row, column, name, measured) for row in rows]
         known = [(x, value.mean) for x, value in zip(xs, values, strict=True) if value is not None]
-        place.plot([x for x, _ in known], [y for _, y in known], marker="o", label=policy, **_style(policy))
+        place.plot([x for x, _ in known], [y for _, y in known], marker="o", label=policy, **_style(policy, number))
     place.grid(alpha=0.3)
     place.set_title(prefix.strip())
 

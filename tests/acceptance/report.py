@@ -2,10 +2,12 @@
 
 Owns: how figures are said.   Must not know: how they are measured."""
 
+from prefixbus.lab.figures import Figures
+from prefixbus.lab.results import Times
 from prefixbus.lab.rules import RULES, ruled
 from prefixbus.lab.spread import Spread
 
-from .bars import Bar, bars
+from .bars import AMBITION, Bar, Closed, bars, gap_closed
 from .cells import OURS
 from .compare import Known, difference, figure
 from .holdout import held_out
@@ -15,6 +17,7 @@ from .plan import Table
 BOUNDS = ("oracle", "pooled-lru", "infinite")
 FIGURES = {
     "mean": "Mean TTFT, ms",
+    "p50": "Median TTFT, ms",
     "p95": "p95 TTFT, ms",
     "reuse": "Token reuse, share of prompt tokens",
     "lost": "Requests that did not end well",
@@ -80,29 +83,79 @@ def _verdict(bar: Bar) -> str:
 
 
 def lost_cells(some: list[Table], measured: Known) -> list[str]:
-    """Where another policy is ahead of ours by more than the spread, with what tells why; ablations of ours and bounds
-    are not others."""
+    """Where another policy is ahead of ours in the same circumstances by more than the spread, with what tells why."""
     lines = []
     for one in some:
         columns = dict(one.columns)
-        if OURS not in columns:
-            continue
-        for label, row in one.rows:
-            for name in ("mean", "p95"):
-                ours = figure(one, row, columns[OURS], name, measured)
-                for other, column in one.columns:
+        for other, column in one.columns:
+            rule, comma, circumstances = other.partition(",")
+            mine = columns.get(f"{OURS}{comma}{circumstances}")
+            if mine is None or rule == OURS or rule in BOUNDS:
+                continue
+            for label, row in one.rows:
+                for name in ("mean", "p95"):
+                    ours = figure(one, row, mine, name, measured)
                     theirs = figure(one, row, column, name, measured)
-                    if other.startswith(OURS) or other in BOUNDS or ours is None or theirs is None:
+                    if theirs is None or (ours is not None and theirs.mean >= ours.mean):
                         continue
-                    if theirs.mean >= ours.mean or (by := difference(ours, theirs)) == "none":
+                    by = "never ends" if ours is None else difference(ours, theirs)
+                    if by == "none":
                         continue
                     why = (
-                        f"{said(figure(one, row, columns[OURS], of, measured), of)} / "
+                        f"{said(figure(one, row, mine, of, measured), of)} / "
                         f"{said(figure(one, row, column, of, measured), of)}"
                         for of in ("reuse", "queue")
                     )
                     lines.append(f"| {one.key} | {label} | {name} | {other} | {by} | {' | '.join(why)} |")
     return lines
+
+
+def closed_table(some: list[Closed]) -> str:
+    lines = ["| row | overlap at its best | pooled LRU | ours with pulls | closed |", "|---" * 5 + "|"]
+    lines += [f"| {one.row} | {one.tuned:.0f} | {one.pooled:.0f} | {one.ours:.0f} | {one.share:.0%} |" for one in some]
+    return "\n".join(lines) + "\n"
+
+
+def everything(published: Table, measured: Known, label: str) -> str:
+    """All figures of a row, of the first seed and of the rules that ended."""
+    row = dict(published.rows)[label]
+    shown = []
+    for policy, column in published.columns:
+        one = measured[published.cells_of(row, column)[0].key].figures
+        if one is not None:
+            shown.append((policy, _figures_of(one)))
+    lines = [f"{label}:", "", "| | " + " | ".join(policy for policy, _ in shown) + " |"]
+    lines.append("|---" * (1 + len(shown)) + "|")
+    names = shown[0][1] if shown else {}
+    lines += [f"| {name} | " + " | ".join(values[name] for _, values in shown) + " |" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def _figures_of(one: Figures) -> dict[str, str]:
+    def ms(times: Times | None, name: str = "mean") -> str:
+        return "" if times is None else f"{getattr(times, name):.0f}"
+
+    left = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(one.left_warm_worker.items()))
+    return {
+        "requests that hit, share": f"{one.request_hit_rate:.3f}",
+        "token reuse": f"{one.token_reuse:.3f}",
+        "prefill tokens avoided, million": f"{one.prefill_tokens_avoided / 1e6:.1f}",
+        "prefill saved less queue, s": f"{one.prefill_ms_saved_net / 1000:.0f}",
+        "queue, mean ms": ms(one.queue_ms),
+        "TTFT mean": ms(one.ttft_ms),
+        "TTFT p50": ms(one.ttft_ms, "p50"),
+        "TTFT p95": ms(one.ttft_ms, "p95"),
+        "TTFT p99": ms(one.ttft_ms, "p99"),
+        **{f"TTFT mean, {warmth}": ms(times) for warmth, times in one.ttft_ms_by_warmth.items()},
+        "TPOT, mean ms": "" if one.tpot_ms is None else f"{one.tpot_ms.mean:.1f}",
+        "end to end, mean ms": ms(one.e2e_ms),
+        "transferred, GB": f"{one.transferred_bytes / 1e9:.0f}",
+        "copies of a block": f"{one.copies_per_block:.2f}",
+        "KV in use, share": f"{one.kv_in_use:.3f}",
+        "busiest worker to mean": f"{one.imbalance_requests:.2f}",
+        "left their warm worker": left,
+        "wrong hits": str(one.wrong_hits),
+    }
 
 
 def knees(load: Table, measured: Known) -> str:
@@ -152,8 +205,12 @@ queues in their answers, and announced placements; other routers hand their engi
 BARS = """Ratios of TTFT unless said; ± is how far the seeds move the ratio. "Pooled LRU" is where one cache of all
 workers' memory with free transfer would be, in place of ours.
 """
-LOST = """Beyond the spread, of all tables below: there ours is not the best choice. The last columns tell why: less
-reuse, or the same reuse and a longer queue. The weight of `overlap` that suits a row best is known only afterwards.
+LOST = """Beyond the spread, where there are seeds to tell it, of all tables below: there ours is not the best choice.
+The last columns tell why: less reuse, or as much and a longer queue. Which weight of `overlap` suits a row best is
+known only afterwards.
+"""
+CLOSED = f"""How much of the way from overlap at its best weight to one pooled LRU is gone with pulls at 25 GB/s; the
+ambition is {AMBITION:.0%}. Mean TTFT in ms.
 """
 KNEE = """The last measured load at which the mean TTFT is no more than twice that of the lightest load.
 """
@@ -183,6 +240,9 @@ def whole(some: list[Table], measured: Known) -> str:
         + "|---" * 7 + "|\n" + "\n".join(lost) + "\n"
         if lost
         else "Nowhere.\n",
+        "## The way to one pooled cache\n",
+        CLOSED,
+        closed_table(gap_closed(some, measured)),
         "## The knee\n",
         KNEE,
         knees(by_key["load"], measured),
@@ -200,5 +260,7 @@ def whole(some: list[Table], measured: Known) -> str:
             )
         ),
         tables(some, measured),
+        "## Every figure\n",
+        *(everything(by_key["published"], measured, label) for label in ("conv x1", "conv x5", "syn x6", "tau x20")),
     ]  # fmt: skip
     return "\n".join(parts)

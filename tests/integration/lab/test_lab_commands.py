@@ -223,3 +223,14 @@ def test_pictures_without_matplotlib_name_the_extra(trace: Path, tmp_path: Path)
     assert done.returncode == 1
     assert done.stderr.startswith("prefixbus: --plot: needs matplotlib, which is not installed."), done.stderr
     assert "prefixbus[dev]" in done.stderr
+
+
+def test_what_is_read_is_never_written_over(trace: Path) -> None:
+    before = trace.read_bytes()
+
+    told = [replay(trace, "--json", trace), lab("repeats", trace, "--trace-block", "64", "--json", trace)]
+    told.append(lab("import", trace, "--output", trace, "--model", "tiny"))
+
+    assert [one.returncode for one in told] == [1, 1, 1], [one.stderr for one in told]
+    assert all("is what is read" in one.stderr for one in told)
+    assert trace.read_bytes() == before

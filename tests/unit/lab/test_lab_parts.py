@@ -133,6 +133,13 @@ def test_equal_ids_of_a_trace_are_equal_keys_and_a_last_part_block_has_none() ->
     assert keys(later.keys)[1] != keys(first.keys)[1]
 
 
+def test_a_trace_with_the_time_of_day_begins_with_its_first_request() -> None:
+    now_ms = 1_796_000_000_000
+    load = traces.load([line(now_ms + 250, 512, [1]), line(now_ms, 512, [1])], trace_block=512)
+
+    assert [arrival.at for arrival in load.arrivals] == [0.0, 0.25]
+
+
 def test_a_block_of_a_trace_becomes_several_smaller_ones() -> None:
     (arrival,) = traces.load([line(0, 512 + 100, [1, 2])], trace_block=512, block_size=32).arrivals
 
@@ -152,6 +159,7 @@ def test_tenants_of_a_trace_share_nothing() -> None:
         pytest.param([line(0, 5, [1]), "{}"], 512, "line 2", id="a field is missing"),
         pytest.param(["not JSON"], 512, "line 1", id="not JSON"),
         pytest.param([line(0, 5, [1])], 100, "block_size", id="blocks that do not fit"),
+        pytest.param([line(0, 5, [1]), line(8 * 86_400_000, 5, [1])], 512, "timestamp", id="a date that stands alone"),
     ],
 )
 def test_a_trace_that_cannot_be_read_says_where(lines: list[str], block: int, named: str) -> None:
