@@ -229,7 +229,7 @@ def test_what_is_read_is_never_written_over(trace: Path) -> None:
     before = trace.read_bytes()
 
     told = [replay(trace, "--json", trace), lab("repeats", trace, "--trace-block", "64", "--json", trace)]
-    told.append(lab("import", trace, "--output", trace, "--model", "tiny"))
+    told.append(lab("import", trace, "--output", trace, "--model", trace.parent))
 
     assert [one.returncode for one in told] == [1, 1, 1], [one.stderr for one in told]
     assert all("is what is read" in one.stderr for one in told)
