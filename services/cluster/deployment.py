@@ -518,6 +518,8 @@ class Deployment:
             replay=engine.replay,
             topic=f"kv@{worker}",
             kv_blocks=self._options.kv_tokens // config.block_size,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         return flags.command(str(real.python), settings, real.flags)
 

@@ -349,6 +349,8 @@ def config_text(state: Path, models: Mapping[str, Model]) -> str:
             f"max_model_len = {model.max_model_len}\n"
             f"block_size = {model.block_size}\n"
             f"profile = {_toml(model.profile)}\n"
+            "# How its engines find calls of tools (vLLM's --tool-call-parser); empty: they do not.\n"
+            'tool_parser = "hermes"\n'
         )
     return "".join(parts)
 

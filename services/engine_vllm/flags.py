@@ -12,7 +12,8 @@ import msgspec
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. `events` and `replay` are ZMQ addresses on this machine; `kv_blocks` is the size of its KV in blocks,
-    0 for as many as its memory holds."""
+    0 for as many as its memory holds. `tool_parser` and `reasoning_parser`: what takes its answers apart, empty for
+    nothing."""
 
     weights: str
     tokenizer: str
@@ -24,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     replay: str
     topic: str
     kv_blocks: int = 0
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
 
 def command(python: str, settings: Settings, more: Sequence[str] = ()) -> list[str]:
@@ -50,6 +53,10 @@ def command(python: str, settings: Settings, more: Sequence[str] = ()) -> list[s
     }
     if settings.kv_blocks:
         arguments["num-gpu-blocks-override"] = str(settings.kv_blocks)
+    if settings.tool_parser:
+        arguments["tool-call-parser"] = settings.tool_parser
+    if settings.reasoning_parser:
+        arguments["reasoning-parser"] = settings.reasoning_parser
     flags = [text for name, value in arguments.items() for text in (f"--{name}", value)]
     switches = (
         "--enable-prefix-caching",
@@ -60,7 +67,9 @@ def command(python: str, settings: Settings, more: Sequence[str] = ()) -> list[s
         # The bridge asks every second whether it works.
         "--disable-uvicorn-access-log",
     )
-    return [python, str(Path(__file__).with_name("start.py")), *flags, *switches, *more]
+    # vLLM uses its tool parser, for calls that are forced as well, in this mode alone.
+    finds_calls = ["--enable-auto-tool-choice"] if settings.tool_parser else []
+    return [python, str(Path(__file__).with_name("start.py")), *flags, *switches, *finds_calls, *more]
 
 
 def environment(cores: Sequence[int], kv_space_gib: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from prefixbus.engine_vllm import flags
@@ -41,6 +42,16 @@ def test_what_is_said_besides_comes_last_and_wins() -> None:
     command = flags.command("python", SETTINGS, ["--max-model-len", "512"])
 
     assert value_of(command, "--max-model-len") == "512"
+
+
+def test_it_takes_its_answers_apart_as_the_model_is_said_to() -> None:
+    parsers = msgspec.structs.replace(SETTINGS, tool_parser="hermes", reasoning_parser="qwen3")
+
+    command = flags.command("python", parsers)
+
+    assert "--enable-auto-tool-choice" in command
+    assert (value_of(command, "--tool-call-parser"), value_of(command, "--reasoning-parser")) == ("hermes", "qwen3")
+    assert not any("parser" in word or "auto-tool" in word for word in flags.command("python", SETTINGS))
 
 
 def test_its_memory_decides_how_many_blocks_it_has_unless_that_is_said() -> None:

@@ -303,7 +303,14 @@ class Client:
         return self
 
     async def send(
-        self, wall: float, *, deadline_s: float = 60.0, keys: bytes = b"k" * 48, label: str = "", sending: int = 1
+        self,
+        wall: float,
+        *,
+        deadline_s: float = 60.0,
+        keys: bytes = b"k" * 48,
+        label: str = "",
+        sending: int = 1,
+        resumable: bool = False,
     ) -> Answer:
         number = str(next(self._numbers))
         answer = self._answers[number] = Answer()
@@ -339,6 +346,7 @@ class Client:
             kind=job.kind,
             created_at=job.created_at,
             sending=sending,
+            resumable=resumable,
             **fields,
         )
         await self._tokenizer.publish(subjects.route(MODEL), ROUTE.encode(route))

@@ -441,14 +441,15 @@ async def test_a_worker_lost_before_its_first_frame_is_replaced(world: World) ->
     await world.books_balance()
 
 
-async def test_a_worker_lost_after_its_first_frame_ends_the_answer_once(world: World) -> None:
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_a_worker_lost_after_its_first_frame_ends_the_answer_once(world: World, resumable: bool) -> None:
     first, other = await world.bridge("w1"), await world.bridge("w2")
     world.directory.levels = [Level(6, ["w1"])]
     first.streams = False
     router = await world.router(**FAST_LEASES)
     await eventually(lambda: router.knows("w1", "w2"), "both workers are known")
 
-    answer = await world.client.send(CLOCK.wall())
+    answer = await world.client.send(CLOCK.wall(), resumable=resumable)
     await eventually(lambda: bool(first.dispatches), "the first worker has it")
     await first.start_answer(first.dispatches[0])
     await eventually(lambda: bool(answer.chunks), "the first frame is here")
@@ -457,6 +458,7 @@ async def test_a_worker_lost_after_its_first_frame_ends_the_answer_once(world: W
 
     assert answer.code == "worker_lost"
     assert answer.header(subjects.HEADER_SEQ) is None
+    assert answer.header(subjects.HEADER_RESUME) == ("resumable" if resumable else "not_resumable")
     assert other.dispatches == []
     await world.books_balance()
 
