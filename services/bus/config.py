@@ -177,6 +177,8 @@ class BridgeSection(Section, frozen=True):
     worker_class: Annotated[str, Meta(max_length=64)] = ""
     # Whom this worker serves, if `[router] pools` limits tenants.
     pool: Annotated[str, Meta(max_length=64)] = ""
+    # Whether tenants are told, with an answer's first chunk, which worker it comes from.
+    tells_worker: bool = False
 
 
 class PlacementSection(Section, frozen=True):

@@ -28,6 +28,7 @@ from .subjects import (
     HEADER_SEQ,
     HEADER_SERVICE_ERROR,
     HEADER_SERVICE_ERROR_CODE,
+    HEADER_WORKER,
 )
 
 MAX_SENTENCE = 512
@@ -40,13 +41,14 @@ def chunk_headers(request_id: str, *, seq: int, attempt: int) -> dict[str, str]:
     return {HEADER_REQUEST_ID: request_id, HEADER_SEQ: str(seq), HEADER_ATTEMPT: str(attempt)}
 
 
-def first_headers(*, decision: str, prompt_tokens: int, predicted_tokens: int) -> dict[str, str]:
-    """What the first chunk's headers have besides."""
-    return {
+def first_headers(*, decision: str, prompt_tokens: int, predicted_tokens: int, worker: str = "") -> dict[str, str]:
+    """What the first chunk's headers have besides; `worker` only where tenants may know it."""
+    headers = {
         HEADER_DECISION: decision,
         HEADER_PROMPT_TOKENS: str(prompt_tokens),
         HEADER_PREDICTED_TOKENS: str(predicted_tokens),
     }
+    return {**headers, HEADER_WORKER: worker} if worker else headers
 
 
 def final_headers(request_id: str, *, seq: int, attempt: int | None = None) -> dict[str, str]:

@@ -143,6 +143,7 @@ class Bridge:
             caught=rt.caught,
             engine_doubted=self.life.doubt_engine,
             isolation_doubted=self.life.doubt_isolation,
+            tells_worker=config.bridge.tells_worker,
         )
         self.warming = Warming(
             worker=self._worker,

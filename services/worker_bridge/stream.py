@@ -134,6 +134,7 @@ class Streams:
         caught: Callable[[BaseException, str], None],
         engine_doubted: Callable[[], None],
         isolation_doubted: Callable[[], None],
+        tells_worker: bool,
     ) -> None:
         self.worker = worker
         self.model = model
@@ -153,6 +154,7 @@ class Streams:
         self.caught = caught
         self.engine_doubted = engine_doubted
         self.isolation_doubted = isolation_doubted
+        self.tells_worker = tells_worker
         self._tasks = tasks
         self._attempts: dict[str, Attempt] = {}
         self._idle = asyncio.Event()
@@ -625,6 +627,7 @@ class Attempt:
                 decision=self._started.dispatch.decision,
                 prompt_tokens=self.ticket.prompt_tokens - self._job.said_tokens,
                 predicted_tokens=self._started.dispatch.predicted_tokens,
+                worker=streams.worker if streams.tells_worker else "",
             )
         try:
             streams.bus.send(self._job.reply, body, headers=headers, reply=reply)

@@ -9,7 +9,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import decide_bench, engine_bench, index_bench, path_bench, recovery_bench, replay_bench, tokenize_bench
+from bench import (
+    decide_bench,
+    engine_bench,
+    gateway_bench,
+    index_bench,
+    path_bench,
+    recovery_bench,
+    replay_bench,
+    tokenize_bench,
+)
 
 BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     "index_lookup": [index_bench.bench_index_lookup],
@@ -25,12 +34,13 @@ BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     "tokenize": [tokenize_bench.bench_tokenize],
     "engine_sim": [engine_bench.bench_engine_steps],
     "path": [lambda: path_bench.bench_path(4096), lambda: path_bench.bench_path(230)],
+    "gateway": [lambda: gateway_bench.bench_gateway(4096), lambda: gateway_bench.bench_gateway(230)],
     "recovery": [recovery_bench.bench_recovery],
     "vanish": [recovery_bench.bench_vanish],
     "long_prompts": [recovery_bench.bench_long_prompts],
 }
-# Without a name these run, in under 3 minutes; the others by name.
-USUAL = ["index_lookup", "index_apply", "decide", "key_chain", "tokenize", "engine_sim", "path"]
+# Without a name these run, in about 4 minutes; the others by name.
+USUAL = ["index_lookup", "index_apply", "decide", "key_chain", "tokenize", "engine_sim", "path", "gateway"]
 
 
 def main(arguments: list[str]) -> int:

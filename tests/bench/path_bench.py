@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
@@ -36,6 +36,14 @@ RATED_S = 8.0
 MAX_TOKENS = 8
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SENTENCE = "The router asks the directory who holds the longest part of a prompt before it decides. "
+
+
+class Asks(Protocol):
+    """What loops drive."""
+
+    async def ask(self) -> tuple[float, float]:
+        """(first, end) in ms."""
+        ...
 
 
 class Load:
@@ -112,16 +120,16 @@ async def _measure(cluster: Cluster, prompt_tokens: int) -> dict[str, Any]:
     load = Load(bus, bodies)
     await load.start()
 
-    await _closed_loop(load, WARM_UP_S)
-    cpu_before, started = _cpu_s(cluster), time.perf_counter()
-    ended = await _closed_loop(load, SATURATED_S)
+    await closed_loop(load, WARM_UP_S)
+    cpu_before, started = cpu_s(cluster), time.perf_counter()
+    ended = await closed_loop(load, SATURATED_S)
     wall_s = time.perf_counter() - started
-    by_service = {name: 1000 * (value - cpu_before[name]) / ended for name, value in _cpu_s(cluster).items()}
+    by_service = {name: 1000 * (value - cpu_before[name]) / ended for name, value in cpu_s(cluster).items()}
     ours = {name: round(value, 3) for name, value in sorted(by_service.items()) if name != "engine"}
 
-    through_bus = await _open_loop(load.ask)
-    prompts = _prompts(cluster, bodies)
-    alone = await _engine_alone(cluster, prompts)
+    through_bus = await open_loop(load.ask)
+    prompts = prompts_of(cluster, bodies)
+    alone = await engine_alone(cluster, prompts)
     await bus.close()
     assert not load.errors, load.errors[:3]
     return {
@@ -130,15 +138,15 @@ async def _measure(cluster: Cluster, prompt_tokens: int) -> dict[str, Any]:
         "requests_per_s": round(ended / wall_s, 1),
         "cpu_ms_per_request": {**ours, "total": round(sum(ours.values()), 3)},
         "engine_cpu_ms_per_request": round(by_service["engine"], 3),
-        "added_ttft_p50_ms": round(_quantile(through_bus, 0.5) - _quantile(alone, 0.5), 2),
-        "added_ttft_p95_ms": round(_quantile(through_bus, 0.95) - _quantile(alone, 0.95), 2),
-        "ttft_p50_ms": round(_quantile(through_bus, 0.5), 2),
-        "engine_ttft_p50_ms": round(_quantile(alone, 0.5), 2),
+        "added_ttft_p50_ms": round(quantile(through_bus, 0.5) - quantile(alone, 0.5), 2),
+        "added_ttft_p95_ms": round(quantile(through_bus, 0.95) - quantile(alone, 0.95), 2),
+        "ttft_p50_ms": round(quantile(through_bus, 0.5), 2),
+        "engine_ttft_p50_ms": round(quantile(alone, 0.5), 2),
         "rated_requests_per_s": RATE_PER_S,
     }
 
 
-async def _closed_loop(load: Load, seconds: float) -> int:
+async def closed_loop(load: Asks, seconds: float) -> int:
     """Requests that ended while `CONCURRENCY` clients asked for this long."""
     until = time.perf_counter() + seconds
     ended = 0
@@ -153,7 +161,7 @@ async def _closed_loop(load: Load, seconds: float) -> int:
     return ended
 
 
-async def _open_loop(ask: Any) -> list[float]:
+async def open_loop(ask: Any) -> list[float]:
     """Times to first token in ms, at `RATE_PER_S` whatever the answers take."""
     started = time.perf_counter()
     running = []
@@ -163,7 +171,7 @@ async def _open_loop(ask: Any) -> list[float]:
     return [first for first, _ in await asyncio.gather(*running)]
 
 
-async def _engine_alone(cluster: Cluster, prompts: list[list[int]]) -> list[float]:
+async def engine_alone(cluster: Cluster, prompts: list[list[int]]) -> list[float]:
     """As many prompts, as token ids, straight to one engine."""
     url = f"{next(iter(cluster.file.engines.values())).url}/v1/completions"
     connector = aiohttp.TCPConnector(limit=0)
@@ -183,10 +191,10 @@ async def _engine_alone(cluster: Cluster, prompts: list[list[int]]) -> list[floa
             return 1000 * (first - started), 1000 * (time.perf_counter() - started)
 
         await ask()
-        return await _open_loop(ask)
+        return await open_loop(ask)
 
 
-def _prompts(cluster: Cluster, bodies: Bodies) -> list[list[int]]:
+def prompts_of(cluster: Cluster, bodies: Bodies) -> list[list[int]]:
     """The ids of new chats of the same kind, in the model's template: one to warm the engine, and those of the rated
     run."""
     directory = cluster.state / "models" / MODEL
@@ -200,7 +208,7 @@ def _prompts(cluster: Cluster, bodies: Bodies) -> list[list[int]]:
     return found
 
 
-def _cpu_s(cluster: Cluster) -> dict[str, float]:
+def cpu_s(cluster: Cluster) -> dict[str, float]:
     """CPU seconds so far, by service."""
     spent: dict[str, float] = defaultdict(float)
     for name, pid in cluster.file.processes.items():
@@ -210,7 +218,7 @@ def _cpu_s(cluster: Cluster) -> dict[str, float]:
     return dict(spent)
 
 
-def _quantile(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

@@ -13,7 +13,7 @@ from .gateway_world import World, running
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"PREFIXBUS_GATEWAY__READ_TIMEOUT_S": "1", "PREFIXBUS_GATEWAY__HEADERS_AFTER_S": "2"}
+    environ = {"PREFIXBUS_BRIDGE__TELLS_WORKER": "true"}
     with Cluster(tmp_path_factory.mktemp("gateway"), "--workers", "2", environ=environ) as running:
         yield running
         assert running.stop() == 0
