@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from .bus.errors import PrefixbusError, Unavailable
+from .cluster.calibrating import commands as calibrating
 from .cluster.inquiries import commands as inquiries
 from .cluster.lab import commands as lab
 from .cluster.options import (
@@ -66,6 +67,8 @@ Examples:
   prefixbus top                         workers and decisions, live
 
   prefixbus demo                        what routing by prefix gains
+
+  prefixbus calibrate --engine-url URL  how long an engine takes, for routers to begin with
 
   prefixbus lab repeats TRACE.jsonl     whether traffic is worth it; needs no cluster
 
@@ -554,6 +557,7 @@ def demo(
     raise typer.Exit(0 if ok else 1)
 
 
+app.add_typer(calibrating)
 app.add_typer(inquiries)
 app.add_typer(lab)
 

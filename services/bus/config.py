@@ -74,6 +74,22 @@ class AdapterSection(Section, frozen=True):
     engine_name: str = ""
 
 
+class MeasuredSection(Section, frozen=True):
+    """What `prefixbus calibrate` measured of an engine of this model: it prices prefills instead of `profile`, until
+    the workers have been measured themselves. Prefill of n uncached tokens of a prompt of L takes `fixed_ms` +
+    `token_ms`*n + `attention_ms`*n*(L - n/2)."""
+
+    fixed_ms: _PositiveMs
+    token_ms: Annotated[float, Meta(ge=0)]
+    attention_ms: Annotated[float, Meta(ge=0)]
+    # What each token of the contexts that are decoded in a step adds to it.
+    decode_context_token_ms: Annotated[float, Meta(ge=0)]
+    # Of the engine that was measured: another than the model's is an error.
+    block_size: _Positive
+    # What a worker has whose engine does not say; 0: unknown.
+    kv_tokens: Annotated[int, Meta(ge=0)] = 0
+
+
 class ModelSection(Section, frozen=True):
     """A served model: what its tokens are made with, and the revisions that must agree before KV is shared.
 
@@ -96,6 +112,7 @@ class ModelSection(Section, frozen=True):
     block_size: _Positive = 32  # what vLLM on CPU needs
     # Which prefill profile (router.cost.PROFILES) prices this model until its workers have been measured.
     profile: str = "h100-8b"
+    measured: MeasuredSection | None = None
     # The engines' own --tool-call-parser and --reasoning-parser, empty if they have none: with a tool parser, requests
     # with tools go to the engine's chat endpoint, with a reasoning parser all chats do. Without a tool parser a model
     # answers tools in its own words, and tool_choice cannot force one.
@@ -283,6 +300,13 @@ def parse(text: str, environ: Mapping[str, str], source: str = "config.toml") ->
         remedy = f"Correct it in {source} or its environment override."
         raise ConfigInvalid(what, field=where or source, remedy=remedy) from exc
     _check_names(config.models)
+    for name, section in config.models.items():
+        if section.measured is not None and section.measured.block_size != section.block_size:
+            raise ConfigInvalid(
+                f"was measured with blocks of {section.measured.block_size} tokens, not {section.block_size}.",
+                field=f"models.{name}.measured",
+                remedy="Run prefixbus calibrate again, or take the section out.",
+            )
     return config
 
 

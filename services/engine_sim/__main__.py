@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--enable-auto-tool-choice", action="store_true")
     add("--reasoning-parser", help="chats begin with a little reasoning, told apart; any name will do")
     add("--ignore-salt", action="store_true", help="leave the salt out of block keys, to provoke wrong hits")
+    add("--virtual-time", action="store_true", help="wait for no step; metrics say what each would have taken")
     add("--image-token", default="", help="takes images, for each of which the template prints this token")
     add("--image-tokens", type=int, default=64, help="how many tokens an image is")
     add("--leaky-tier", type=int, default=0, metavar="TOKENS", help="a tier of chunks so long that ignores salts, too")

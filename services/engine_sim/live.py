@@ -102,8 +102,11 @@ class LiveEngine:
         publisher: Publisher | None = None,
         watcher: Watcher | None = None,
         adapters: Mapping[str, int] | None = None,
+        is_virtual: bool = False,
     ) -> None:
+        """`is_virtual`: steps are not waited for, and the time that they would have taken is what passes."""
         self.core = core
+        self._virtual_ms = 0.0 if is_virtual else None
         self._text = text
         self._publisher = publisher
         self._watcher = watcher
@@ -121,6 +124,8 @@ class LiveEngine:
         return self._paused
 
     def now_ms(self) -> float:
+        if self._virtual_ms is not None:
+            return self._virtual_ms
         return asyncio.get_running_loop().time() * 1000
 
     def submit(self, request: Request, scanner: Scanner | None = None) -> Generation:
@@ -167,6 +172,8 @@ class LiveEngine:
                 self._single_steps -= 1
             result = self.core.step(start)
             end = start + result.duration_ms
+            if self._virtual_ms is not None:
+                self._virtual_ms = end
             await asyncio.sleep(max(0.0, end - self.now_ms()) / 1000)
             self._deliver(result)
             now = self.now_ms()

@@ -83,6 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Both: calls of tools are found, whatever the parser is called."""
     reasoning_parser: str | None = None
     """Chats begin with a few tokens of reasoning, told apart, whatever the parser is called."""
+    virtual_time: bool = False
+    """Steps are not waited for; metrics say what they would have taken."""
     image_token: str = ""
     """What the template prints for an image; empty: it takes none."""
     image_tokens: int = 64
@@ -134,7 +136,14 @@ class EngineServer:
         self._metrics.read(self._core, self._tier)
         adapters = {name: number for number, name in enumerate(config.adapters, 1)}
         self._adapters = adapters
-        self.engine = LiveEngine(self._core, texts.text, publisher=publisher, watcher=self._metrics, adapters=adapters)
+        self.engine = LiveEngine(
+            self._core,
+            texts.text,
+            publisher=publisher,
+            watcher=self._metrics,
+            adapters=adapters,
+            is_virtual=config.virtual_time,
+        )
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         routes = [
             web.post("/v1/completions", self.completions),

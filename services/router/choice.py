@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .. import __version__
 from ..bus import namespace, subjects
+from ..bus.config import ModelSection
 from ..bus.connection import NoResponders
 from ..bus.errors import NoWorkers, Overloaded, PrefixbusError, Unavailable, UnknownModel
 from ..bus.messages import (
@@ -66,8 +67,18 @@ class Choices:
         self.configured: Policy = policy.known(Policy(name=rt.config.policy.name))
         self.rollout = Rollout(self.configured)
         self.ordinals = itertools.count()
-        self.models = {name: cost.profile_of(name, section.profile) for name, section in rt.config.models.items()}
+        self.models = {name: prior_of(name, section) for name, section in rt.config.models.items()}
         self.learner = Learner(self.models)
+
+
+def prior_of(name: str, section: ModelSection) -> cost.PrefillModel:
+    """What prices a model's prefills until its workers are measured. :raises ConfigInvalid: no such profile."""
+    measured = section.measured
+    if measured is None:
+        return cost.profile_of(name, section.profile)
+    return cost.PrefillModel(
+        measured.fixed_ms, measured.token_ms, measured.attention_ms, measured.decode_context_token_ms
+    )
 
 
 class Choice:

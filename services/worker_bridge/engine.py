@@ -18,6 +18,7 @@ from typing import Protocol
 import aiohttp
 import msgspec
 import orjson
+from prometheus_client.parser import text_string_to_metric_families
 
 from ..bus.errors import BadRequest, EngineFailed, Overloaded, PrefixbusError, WorkerLost
 from . import engine_chunks
@@ -79,6 +80,14 @@ class ServedModel(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = 0
     parent: str | None = None
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """What its metrics say: sums over all series of each name, and its KV memory (0 for what it does not say)."""
+
+    sums: dict[str, float]
+    block_size: int
+    blocks: int
 
 
 class Engine(Protocol):
@@ -224,6 +233,23 @@ class VllmHttp:
         status, body = await self._ask("GET", "/metrics", _ASK_S)
         found = _KV_BLOCKS.search(body) if status == 200 else None
         return int(found.group(1)) if found else 0
+
+    async def numbers(self) -> Numbers:
+        """:raises EngineFailed: it has no metrics, or none that can be read."""
+        status, body = await self._ask("GET", "/metrics", _ASK_S)
+        if status != 200:
+            raise EngineFailed(f"The engine has no metrics (HTTP {status}).")
+        sums: dict[str, float] = {}
+        memory: dict[str, str] = {}
+        try:
+            for family in text_string_to_metric_families(body.decode()):
+                for sample in family.samples:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                    if sample.name == "vllm:cache_config_info":
+                        memory = sample.labels
+            return Numbers(sums, int(memory.get("block_size", "0")), int(memory.get("num_gpu_blocks", "0")))
+        except (ValueError, KeyError, IndexError) as exc:
+            raise EngineFailed(f"The engine's metrics cannot be read: {str(exc)[:_MAX_SENTENCE]}") from exc
 
     async def has_another_tier(self) -> bool:
         status, body = await self._ask("GET", "/metrics", _ASK_S)

@@ -99,7 +99,7 @@ class Bridge:
             engine=options.engine_url,
             block_size=section.block_size,
             slots=self.admission.slots,
-            kv_tokens=0,
+            kv_tokens=section.measured.kv_tokens if section.measured is not None else 0,
             boot=secrets.token_hex(8),
             registered_at=0.0,
             adapters=dict(self._identity.adapters),
