@@ -51,7 +51,7 @@ _FIELDS = typing.get_type_hints(Setup, include_extras=True)
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """`setup` holds fields of `Setup` as JSON has them, `weights` those of the policy. `estimate`: routers take prefill
-    for so many times as long as it takes, and do not learn better."""
+    for so many times as long as it takes; they learn better only if `setup` says so."""
 
     traffic: str
     speed: float = 1.0
@@ -100,7 +100,7 @@ def setup_of(cell: Cell) -> Setup:
     policy = Policy(**cell.weights) if cell.policy == OURS else ruled(cell.policy)
     changes: dict[str, Any] = {"policy": policy}
     if cell.estimate != 1.0:
-        changes |= {"model": misjudged(setup.profile, cell.estimate), "learns": False}
+        changes |= {"model": misjudged(setup.profile, cell.estimate), "learns": setup.learns and "learns" in cell.setup}
     return msgspec.structs.replace(setup, **changes)
 
 

@@ -181,6 +181,7 @@ TABLES = [
             ("5 % lost", {"setup": {"event_loss": 0.05}}),
             ("10 s late, nothing announced", {"setup": {"event_delay_s": 10.0, "predict_delay_s": None}}),
         ],
+        seeds=2,
     ),
     Table(
         "routers",
@@ -196,9 +197,14 @@ TABLES = [
     Table(
         "estimate",
         "A wrong estimate of prefill",
-        "Routers believe a prefill takes half or twice as long, and never learn better.",
+        "Routers are told that a prefill takes half or twice as long: as shipped, they learn better; or they never do.",
         APART,
-        [("right", {}), ("x0.5", {"estimate": 0.5}), ("x2", {"estimate": 2.0})],
+        [
+            ("right", {}),
+            *((f"x{factor:g}", {"estimate": factor, "setup": {"learns": True}}) for factor in (0.5, 2.0)),
+            *((f"x{factor:g} for ever", {"estimate": factor}) for factor in (0.5, 2.0)),
+        ],
+        seeds=2,
     ),
     Table(
         "faults",
@@ -250,7 +256,11 @@ TABLES = [
         "terms",
         "Which terms earn their place",
         "Each term of the price taken away, made less or more of; and what the policy lives on, taken away.",
-        [*_traffic("conv", 1, 5), *_traffic("syn", 6), *_traffic("tau", 20)],
+        [
+            *_traffic("conv", 1, 5), *_traffic("syn", 6), *_traffic("tau", 20),
+            ("conv x2, 256k tokens", {"traffic": "conv", "speed": 2.0, "setup": {"kv_tokens": 1 << 18}}),
+            ("sessions, one system prompt", {"traffic": "sessions, one system prompt"}),
+        ],
         [*((label, {"weights": weights}) for label, weights in SETTINGS), *WITHOUT],
         seeds=2,
     ),

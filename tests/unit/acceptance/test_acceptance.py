@@ -134,6 +134,12 @@ def test_how_much_of_the_gap_to_one_pooled_cache_is_closed_with_pulls() -> None:
     assert "| 100 | 80 | 85 | 75% |" in report.closed_table(closed)
 
 
+def test_a_wrong_estimate_is_learned_better_only_where_that_is_asked_for() -> None:
+    assert not setup_of(Cell(traffic="conv", estimate=2.0)).learns
+    assert setup_of(Cell(traffic="conv", estimate=2.0, setup={"learns": True})).learns
+    assert setup_of(Cell(traffic="conv")).learns
+
+
 def test_a_setting_is_chosen_by_the_traces_that_it_is_not_shown_on() -> None:
     """No home is best on tau alone, no externality on conv and syn."""
 
