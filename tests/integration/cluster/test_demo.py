@@ -33,4 +33,5 @@ def test_the_demo_ends_well_and_its_last_line_says_so(tmp_path: Path) -> None:
     assert ratio > 0.3
     for word in ("document", "template", "system", "session", "unique", "prefer-warm-worker", "net prefill saved"):
         assert word in said
+    assert errors.rstrip().splitlines()[-1].startswith("curl -N http://127.0.0.1:8000/v1/chat/completions ")
     assert list(tmp_path.iterdir()) == []

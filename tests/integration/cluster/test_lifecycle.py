@@ -205,6 +205,8 @@ def test_a_new_tenants_token_is_printed_once_and_stored_hashed(running: Cluster)
     token = re.search(r"PREFIXBUS_TOKEN=(\S+)", done.stdout)
     assert token, done.stderr
     assert token[1] not in (running.state / "creds" / "tenants.json").read_text()
+    assert "export OPENAI_API_KEY=acme.$PREFIXBUS_TOKEN\n" in done.stdout
+    assert f"export OPENAI_BASE_URL={running.file.gateway_url}/scopes/team-legal/v1\n" in done.stdout
     sent = prefixbus(
         *("send", "x", "--tenant", "acme", "--scope", "team-legal", "--max-tokens", "3"),
         state=running.state,

@@ -1,6 +1,7 @@
 """The official client, unchanged: only its base URL and key are ours."""
 
 import asyncio
+import json
 import uuid
 
 import openai
@@ -82,6 +83,47 @@ async def test_a_completion_whole_and_streamed(openai: AsyncOpenAI) -> None:
     assert whole.object == "text_completion"
     assert text == whole.choices[0].text != ""
     assert whole.usage and whole.usage.completion_tokens == 8
+
+
+async def test_several_choices_come_whole_and_apart(openai: AsyncOpenAI) -> None:
+    whole = await openai.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, n=3)
+    stream = await openai.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, n=3, stream=True)
+
+    ends = [
+        (choice.index, choice.finish_reason)
+        async for chunk in stream
+        for choice in chunk.choices
+        if choice.finish_reason
+    ]
+
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert all(choice.message.content for choice in whole.choices)
+    assert sorted(ends) == [(0, "length"), (1, "length"), (2, "length")]
+
+
+async def test_a_tool_that_must_be_called_is_called(openai: AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    answer = await openai.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        tools=[{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+        tool_choice="required",
+    )
+
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert "city" in json.loads(call.function.arguments)
+
+
+async def test_log_probabilities_come_for_every_token(openai: AsyncOpenAI) -> None:
+    answer = await openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=4, logprobs=True, top_logprobs=2
+    )
+
+    found = answer.choices[0].logprobs
+    assert found and len(found.content or []) == 4
+    assert "".join(each.token for each in found.content or []) == answer.choices[0].message.content
 
 
 async def test_a_stop_string_ends_the_answer(openai: AsyncOpenAI) -> None:

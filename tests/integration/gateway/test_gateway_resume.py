@@ -61,3 +61,18 @@ async def test_an_answer_survives_its_worker(cluster: Cluster, openai: AsyncOpen
     assert chunks[-1].usage.completion_tokens == MAX_TOKENS
     assert await asyncio.to_thread(cluster.total, "gateway", "prefixbus_gateway_resumed_total") == before + 1
     await cluster.settles(20)
+
+
+async def test_a_killed_gateway_leaves_nothing_behind_and_is_there_again(cluster: Cluster, openai: AsyncOpenAI) -> None:
+    answer = await asked(openai, is_chat=True, text="Tell me another one.")
+    chunks = aiter(answer.parse())
+    await anext(chunks)
+
+    pid = cluster.signal("gateway-1", signal.SIGKILL)
+
+    with pytest.raises(Exception, match=r"."):
+        while True:
+            await anext(chunks)
+    await cluster.is_whole_again("gateway-1", pid, WHOLE_AGAIN_S)
+    await cluster.settles(20)
+    assert [model.id async for model in await openai.models.list()] == [MODEL]

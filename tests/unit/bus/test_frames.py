@@ -1,6 +1,7 @@
 """Every answer ends once, and says in its headers how."""
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,3 +55,10 @@ def test_any_text_is_one_bounded_line_of_ascii(text: str) -> None:
     assert line.isascii()
     assert line.isprintable()
     assert line == line.strip()
+
+
+@pytest.mark.parametrize(("worker", "told"), [("", {}), ("w1", {"Pb-Worker": "w1"})])
+def test_the_first_chunk_names_its_worker_only_where_that_is_allowed(worker: str, told: dict[str, str]) -> None:
+    headers = frames.first_headers(decision="blind", prompt_tokens=5, predicted_tokens=3, worker=worker)
+
+    assert headers == {"Pb-Decision": "blind", "Pb-Prompt-Tokens": "5", "Pb-Predicted-Tokens": "3", **told}
