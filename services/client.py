@@ -39,6 +39,8 @@ UNREACHABLE_FOR_S = 15.0
 RETRY_EVERY_S = 0.25
 # Frames that come this long after their request's cancel are a sign that it was lost.
 CANCEL_AGAIN_S = 1.0
+# The server is asked for a sign of life this often.
+PING_S = 0.25
 # Cancelled requests whose end has not been heard yet; the oldest are given up.
 CANCELS_KEPT = 1024
 # A reader that is so far behind the answer is given up; the longest answers have about 2 MB of frames.
@@ -113,6 +115,7 @@ class Client:
         scope: str = "",
         label: str = "default",
         tls: ssl.SSLContext | None = None,
+        ping_s: float = PING_S,
     ) -> "Client":
         """`label` names the credential among the tenant's: one whose scopes are listed may only listen below it.
 
@@ -128,6 +131,7 @@ class Client:
                 user=tenant,
                 password=token,
                 tls=tls,
+                ping_s=ping_s,
                 on_event=client._bus_event,
             )
         except NotAdmitted as exc:

@@ -289,10 +289,12 @@ class Bus:
         connect_timeout_s: float = 5.0,
         max_header_bytes: int = 16 * 1024,
         echo: bool = True,
+        ping_s: float = _PING_S,
         on_event: Callable[[str, str], None] = lambda kind, detail: None,
     ) -> "Bus":
-        """A connected bus. Without `echo` its own messages do not come back to it. `on_event(kind, detail)` hears:
-        denied, slow_consumer, stalled, disconnected, reconnected, recreated, error.
+        """A connected bus. Without `echo` its own messages do not come back to it. The server is asked for a sign of
+        life each `ping_s` and counts as gone after three of them without one. `on_event(kind, detail)` hears: denied,
+        slow_consumer, stalled, disconnected, reconnected, recreated, error.
 
         :raises NotAdmitted: the server does not take these credentials; said at once, without another try.
         :raises BusUnavailable: no server within the time."""
@@ -303,7 +305,7 @@ class Bus:
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": _RECONNECT_WAIT_S,
             "connect_timeout": connect_timeout_s,
-            "ping_interval": _PING_S,
+            "ping_interval": ping_s,
             "max_outstanding_pings": _STALE_AFTER,
             "pending_size": 0,
             "no_echo": not echo,
@@ -631,7 +633,7 @@ class Bus:
         Counted in our own turns, so that a pause of our own is not taken for one of the server's."""
         silent = 0
         while True:
-            await asyncio.sleep(_PING_S)
+            await asyncio.sleep(self._options["ping_interval"])
             client = self._nc
             silent = 0 if client.heard or not client.is_connected else silent + 1
             client.heard = False

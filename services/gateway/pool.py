@@ -36,6 +36,8 @@ WAITING = 256
 # key: what takes longer than this is no verdict.
 VERDICT_WITHIN_S = 1.5
 TEND_EVERY_S = 1.0
+# Of each connection; there may be hundreds, most of them idle.
+PING_S = 1.0
 
 
 class TooManyRequests(PrefixbusError):
@@ -194,7 +196,9 @@ class Pool:
     async def _connected(self, digest: bytes, key: ApiKey) -> Client:
         began = self._clock.now()
         try:
-            return await Client.connect(self._url, tenant=key.tenant, token=key.token, label=key.label, tls=self._tls)
+            return await Client.connect(
+                self._url, tenant=key.tenant, token=key.token, label=key.label, tls=self._tls, ping_s=PING_S
+            )
         except (NotAdmitted, BusPermissionDenied) as exc:
             if self._clock.now() - began > VERDICT_WITHIN_S:
                 raise BusUnavailable("API keys cannot be checked now.") from exc
