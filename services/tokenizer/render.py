@@ -4,7 +4,8 @@
                an image is a part without content, and has no place in one text
     null       no parts: "" or []
     tool calls arguments become an object, {} if they are not JSON; an empty list of calls is left out
-    tools      type and function alone, name, description and parameters first, null where they are missing
+    tools      type and function alone; of that name, description and parameters, null where they are missing, and
+               strict and defer_loading where they are not null; nothing else that a client may have put there
 
 Owns: that shape.   Must not know: templates, tokenizers, NATS.
 Source: vLLM `entrypoints/chat_utils.py` (_parse_chat_message_content, _postprocess_messages), `renderers/hf.py`
@@ -53,11 +54,20 @@ def conversation(messages: Sequence[Message], content_format: ContentFormat) -> 
 def tool_schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
-    schemas = []
-    for tool in tools:
-        function = {"name": None, "description": None, "parameters": None, **tool["function"]}
-        schemas.append({"type": tool.get("type", "function"), "function": function})
-    return schemas
+    return [_tool_schema(tool) for tool in tools]
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    given = tool["function"]
+    function = {name: given.get(name) for name in ("name", "description", "parameters")}
+    schema: dict[str, Any] = {"type": tool.get("type", "function"), "function": function}
+    deferred = tool.get("defer_loading")
+    own = given.get("defer_loading")
+    told = {"strict": given.get("strict"), "defer_loading": deferred if own is None else own}
+    function |= {name: value for name, value in told.items() if value is not None}
+    if deferred is not None:
+        schema["defer_loading"] = deferred
+    return schema
 
 
 def text_chars(chat: Chat) -> int:

@@ -1,6 +1,7 @@
 """Ids are those that transformers' own apply_chat_template gives, whatever is cut, memoised or covered on the way."""
 
 import asyncio
+import json
 import shutil
 from array import array
 from pathlib import Path
@@ -348,3 +349,32 @@ def test_a_gguf_gives_the_tokenizer_it_holds(tmp_path: Path) -> None:
 
 def test_ids_are_packed_little_endian() -> None:
     assert pack([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
+
+
+def test_tools_are_shown_to_a_template_with_what_vllm_shows_it() -> None:
+    """Fields it does not know, and nulls beyond the three that it always writes, would be other tokens."""
+    tools = [
+        {"function": {"name": "a", "nonsense": 1, "strict": None, "parameters": {"type": "object"}}, "extra": 2},
+        {"type": "function", "function": {"strict": True, "description": "d", "name": "b"}, "defer_loading": False},
+    ]
+
+    assert json.dumps(render.tool_schemas(tools)) == json.dumps(
+        [
+            {
+                "type": "function",
+                "function": {"name": "a", "description": None, "parameters": {"type": "object"}},
+            },
+            {
+                "type": "function",
+                "function": {
+                    "name": "b",
+                    "description": "d",
+                    "parameters": None,
+                    "strict": True,
+                    "defer_loading": False,
+                },
+                "defer_loading": False,
+            },
+        ]
+    )
+    assert render.tool_schemas(None) is None
