@@ -14,7 +14,17 @@ TOKENS = 24
 
 
 async def stream(session: aiohttp.ClientSession, cluster: Cluster, text: str) -> tuple[str, int]:
-    """The text of an answer, and how many tokens its usage counts."""
+    """The text of an answer, and how many tokens its usage counts. What is refused as overload is asked again when it
+    was said: a machine that does much else is full sometimes."""
+    while True:
+        answer = await answered(session, cluster, text)
+        if not isinstance(answer, float):
+            return answer
+        await asyncio.sleep(answer)
+
+
+async def answered(session: aiohttp.ClientSession, cluster: Cluster, text: str) -> tuple[str, int] | float:
+    """As `stream`; or in how many seconds to ask again."""
     body: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -25,6 +35,9 @@ async def stream(session: aiohttp.ClientSession, cluster: Cluster, text: str) ->
         "stream_options": {"include_usage": True},
     }
     async with session.post(f"{cluster.api}/chat/completions", json=body) as response:
+        if response.status == 503:
+            assert (await response.json())["error"]["code"] == "overloaded"
+            return float(response.headers["Retry-After"])
         assert response.status == 200, await response.text()
         said = ""
         counted = 0

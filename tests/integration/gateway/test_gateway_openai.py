@@ -3,6 +3,7 @@
 import asyncio
 import json
 import uuid
+from typing import Any
 
 import openai
 import pytest
@@ -103,12 +104,9 @@ async def test_several_choices_come_whole_and_apart(openai: AsyncOpenAI) -> None
 
 async def test_a_tool_that_must_be_called_is_called(openai: AsyncOpenAI) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    answer = await openai.chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        tools=[{"type": "function", "function": {"name": "weather", "parameters": schema}}],
-        tool_choice="required",
-    )
+    tools: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+
+    answer = await openai.chat.completions.create(model=MODEL, messages=QUESTION, tools=tools, tool_choice="required")
 
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
