@@ -47,7 +47,7 @@ CANCELS_KEPT = 1024
 BUFFER_BYTES = 8 * 1024 * 1024
 # What a waiting frame takes besides its body, about.
 FRAME_OVERHEAD_BYTES = 1024
-# Of one answer.
+# Of one answer, without a token between them: the deadline bounds all others.
 MAX_RESUMES = 3
 # A field of bodies, ours: the caller may want to resume the answer, or does, after `{"token_ids": [...]}`.
 RESUME_FIELD = "resume"
@@ -350,7 +350,8 @@ class _SoFar:
         self._ids: list[int] = []
         self._is_known = True
         self._is_heard = False
-        self._resumes = 0
+        self._is_resumed = False
+        self._in_vain = 0
         self._give_up_at = 0.0
         self._head: dict[str, Any] = {}
         self._prompt_tokens: int | None = None
@@ -385,13 +386,14 @@ class _SoFar:
             is_broken = self._is_heard
         elif isinstance(error, errors.EngineFailed):
             is_broken = self._frames > 0
-        if is_broken and (self.finished or (self._is_known and self._resumes < MAX_RESUMES)):
-            self._resumes += 1
+        if is_broken and (self.finished or (self._is_known and self._in_vain < MAX_RESUMES)):
+            self._in_vain += 1
+            self._is_resumed = True
             self._is_heard = False
             self._give_up_at = now + UNREACHABLE_FOR_S
             return 0.0
         # Those who would take the rest may be full, or not yet be there.
-        if isinstance(error, errors.Unavailable) and error.retryable and self._resumes and now < self._give_up_at:
+        if isinstance(error, errors.Unavailable) and error.retryable and self._is_resumed and now < self._give_up_at:
             return max(RETRY_EVERY_S, min(error.retry_after_s or 0.0, UNREACHABLE_FOR_S / 4))
         return None
 
@@ -412,7 +414,9 @@ class _SoFar:
         says = choice.get("text") if delta is None else any(delta[name] for name in delta.keys() - {"role"})
         if says and ids is None:
             self._is_known = False
-        self._ids += ids or ()
+        if ids:
+            self._ids += ids
+            self._in_vain = 0
         self.finished = self.finished or bool(choice.get("finish_reason"))
 
 

@@ -58,6 +58,10 @@ class Asked:
         choice |= {"delta": {**role, "content": text}} if "messages" in self.body else {"text": text}
         self.chunk(choice)
 
+    def skip(self) -> None:
+        """A frame is lost."""
+        self._seq += 1
+
     def usage(self, prompt: int = 5, completion: int = 2, cached: int = 3) -> None:
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         self.chunk(usage={**counts, "prompt_tokens_details": {"cached_tokens": cached}})

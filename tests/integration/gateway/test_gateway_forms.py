@@ -292,3 +292,59 @@ async def test_an_answer_that_cannot_be_resumed_ends_with_what_happened(world: W
 
     assert (raised.value.status_code, raised.value.code) == (502, "worker_lost")
     assert len(world.asked) == 1
+
+
+async def test_an_answer_goes_on_as_long_as_it_comes_on(world: World, scripted: AsyncOpenAI) -> None:
+    """Workers that are lost again and again: only those that brought nothing count."""
+
+    async def lost_after_each_word(asked: Asked) -> None:
+        ids = asked.body["resume"].get("token_ids", [])
+        asked.say(f"{len(ids)} ", token_ids=[len(ids)], finish="stop" if len(ids) == 7 else None)
+        if len(ids) < 7:
+            asked.fail(errors.WorkerLost(), Pb_Resume="resumable")
+        else:
+            asked.usage()
+            asked.end()
+
+    world.script = lost_after_each_word
+    answer = await scripted.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
+
+    assert answer.choices[0].message.content == "0 1 2 3 4 5 6 7 "
+
+
+async def test_an_answer_that_does_not_come_on_ends(world: World, scripted: AsyncOpenAI) -> None:
+    async def lost(asked: Asked) -> None:
+        if not asked.body["resume"]:
+            asked.say("one", token_ids=[1])
+        asked.fail(errors.WorkerLost(), Pb_Resume="resumable")
+
+    world.script = lost
+    with pytest.raises(openai.InternalServerError) as raised:
+        await scripted.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
+
+    assert raised.value.code == "worker_lost"
+    assert len(world.asked) == 4
+
+
+async def test_an_answer_with_a_hole_in_it_is_asked_for_again_from_the_hole(
+    world: World, scripted: AsyncOpenAI
+) -> None:
+    """What the server drops for a slow reader is missing; the old worker is told to stop."""
+
+    async def with_a_hole(asked: Asked) -> None:
+        if asked.body["resume"]:
+            asked.say("two", token_ids=[2], finish="stop")
+            asked.usage()
+            asked.end()
+            return
+        asked.say("one ", token_ids=[1])
+        asked.skip()
+        asked.say("three", token_ids=[3])
+
+    world.script = with_a_hole
+    answer = await scripted.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
+
+    first, second = world.asked
+    assert answer.choices[0].message.content == "one two"
+    assert second.body["resume"] == {"token_ids": [1]}
+    assert world.cancelled == [first.request_id]
