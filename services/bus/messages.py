@@ -253,6 +253,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
     `event_seqs` names the last event for each shard of the directory, `event_seq` that for shard 0. `accepted` are the
     requests taken since the previous report (their prefill is inside `queue_ms` from here on).
+    `incomplete`: events of the engine were lost for good, so it may hold more than the bridge knows and tells.
     `worker_class` names machines that compute alike, `pool` whom they serve; `reserved_slots` of the slots are kept for
     requests that are not warm there."""
 
@@ -276,6 +277,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     pool: _Name = ""
     reserved_slots: _Count = 0
     event_seqs: list[int] = []
+    incomplete: bool = False
 
     def seq_for(self, shard: int, shards: int) -> int:
         """The last event for this one of so many shards. :raises MessageInvalid: it is told for another number."""

@@ -156,7 +156,7 @@ def _load_cells(load: messages.Load | None) -> Iterator[str]:
     yield str(load.running)
     yield str(load.waiting)
     yield f"{load.kv_usage:.0%}"
-    yield "draining" if load.draining else "serving"
+    yield "draining" if load.draining else "incomplete" if load.incomplete else "serving"
 
 
 def _table(title: str, columns: Sequence[str], *, right: Sequence[str], wraps: str) -> Table:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from .events import REPLAY_BATCHES
 from .profile import PRESETS
 from .server import EngineConfig, run
 
@@ -32,6 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--kv-events-endpoint", help="ZMQ address; tcp://host:port is connected to, * and ipc:// are bound")
     add("--kv-events-replay-endpoint", help="ZMQ address to bind for replays")
     add("--kv-events-topic", default="")
+    add("--kv-events-buffer-steps", type=int, default=REPLAY_BATCHES, help="how many batches can be replayed")
     add("--enable-prompt-tokens-details", action="store_true", help="report cached_tokens in usage")
     add("--model-revision", default="", help="part of what output and cache depend on")
     add(

@@ -40,13 +40,14 @@ class EventPublisher:
         endpoint: str,
         replay_endpoint: str | None = None,
         topic: str = "",
+        buffer_steps: int = REPLAY_BATCHES,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._topic = topic.encode()
         self._wall = wall
         self._seq = 0
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
         self._encode = msgspec.msgpack.Encoder().encode
         # A plain PUB beside the loop-bound ROUTER: sending to PUB never blocks, so it needs no await.
         self._pub: zmq.Socket[bytes] = zmq.Socket(zmq.Context(self._context), zmq.PUB)

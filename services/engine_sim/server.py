@@ -25,7 +25,7 @@ from . import answers, api, calls, vocabulary
 from .answers import Said, Whole
 from .chat import ChatTemplate, image_names
 from .core import DoesNotFit, EngineCore
-from .events import EventPublisher
+from .events import REPLAY_BATCHES, EventPublisher
 from .faults import Fault, Faults
 from .lifetimes import WatchedPool
 from .live import Generation, LiveEngine, Scanner
@@ -66,6 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_topic: str = ""
+    kv_events_buffer_steps: int = REPLAY_BATCHES
+    """How many batches can be replayed."""
     enable_prompt_tokens_details: bool = False
     model_revision: str = ""
     adapters: tuple[str, ...] = ()
@@ -605,7 +607,12 @@ async def serve(config: EngineConfig, ready: Callable[[str], None], stop: asynci
     texts = vocabulary.load(config.model_dir, config.eos_one_in)
     publisher = None
     if config.kv_events_endpoint is not None:
-        publisher = EventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint, config.kv_events_topic)
+        publisher = EventPublisher(
+            config.kv_events_endpoint,
+            config.kv_events_replay_endpoint,
+            config.kv_events_topic,
+            config.kv_events_buffer_steps,
+        )
     try:
         server = EngineServer(config, texts, publisher)
         runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)

@@ -177,7 +177,7 @@ class BlockIndex:
             elif type(event) is BlockRemoved:
                 self._remove(event, ops)
             elif type(event) is AllBlocksCleared:
-                for op in self.clear():
+                for op in self.empty():
                     ops.append(op)
         return ops.take()
 
@@ -192,6 +192,11 @@ class BlockIndex:
         self.foreign = 0
         self.held_keys = 0
         return [Cleared()]
+
+    def empty(self) -> list[Op]:
+        """The engine's cache was emptied: all that will be in it is told from here on, whatever was missed before."""
+        self.complete = True
+        return self.clear()
 
     def restart(self) -> None:
         """A new engine process, or a story told from its beginning."""

@@ -238,6 +238,7 @@ class Bridge:
             worker_class=self._rt.config.bridge.worker_class,
             pool=self._rt.config.bridge.pool,
             event_seqs=event_seqs,
+            incomplete=not self.index.complete,
         )
         return messages.LOAD.encode(load)
 
@@ -409,7 +410,7 @@ class Bridge:
         else:
             # An idle engine does not announce it: we do, unless its own announcement has overtaken the answer.
             if self.index.clears == clears:
-                self._feed.add(self.index.clear())
+                self._feed.add(self.index.empty())
         self._reply(message, error)
 
     def _on_abort(self, abort: Abort, message: Msg) -> None:

@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 from rich.table import Table
@@ -75,6 +76,15 @@ def test_replicas_are_shown_by_shard_and_one_that_does_not_answer_last() -> None
         ["directory-s0-2", "silent"],
     ]
     assert max(len(line) for line in shown) <= status.MIN_WIDTH
+
+
+def test_a_worker_of_which_not_all_is_known_says_so() -> None:
+    partly = msgspec.structs.replace(load("smollm2"), incomplete=True)
+
+    shown = lines(status.worker_table(["w1"], {"w1": partly}))
+
+    assert max(len(line) for line in shown) <= status.MIN_WIDTH
+    assert shown[-1].split()[-1] == "incomplete"
 
 
 @pytest.mark.parametrize("model", ["smollm2", "Qwen/Qwen2.5-0.5B-Instruct-GGUF"])

@@ -346,6 +346,17 @@ def test_an_unknown_parent_leaves_the_story_incomplete() -> None:
     assert (blocks.complete, blocks.unused.unknown_parent) == (False, 1)
 
 
+def test_an_emptied_cache_makes_a_broken_story_whole() -> None:
+    blocks = index()
+    blocks.apply([stored(SALT_A, (X, Y), 1)])
+    assert not blocks.complete
+
+    blocks.apply([AllBlocksCleared(), stored(SALT_A, (X,))])
+
+    assert blocks.complete
+    assert blocks.held(NS_A, keys(NS_A, (X,))) == 1
+
+
 def test_events_of_other_tiers_and_groups_change_nothing() -> None:
     blocks = index()
     event = stored(SALT_A, (X,))
