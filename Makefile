@@ -12,7 +12,7 @@ VLLM_TORCH := torch==2.13.0+cpu
 NOT_FOR_VLLM := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm lock fmt lint test-unit test demo up bench acceptance clean
+.PHONY: help setup vllm lock fmt lint test-unit test test-vllm demo up bench acceptance clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ test-unit: setup ## tests/unit: seconds, no services
 
 test: setup ## the whole suite but vllm, slow and bench; starts what it needs
 	$(BIN)/python -m pytest
+
+test-vllm: setup vllm ## tests/vllm: what needs real engines
+	$(BIN)/python -m pytest -m vllm tests/vllm
 
 demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## a workload, and what routing by prefix gains; ENGINE=vllm: on two real engines
 	$(BIN)/prefixbus demo $(if $(ENGINE),--engine $(ENGINE))

@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -15,7 +16,8 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 
@@ -37,6 +39,7 @@ from .cluster.options import (
 )
 
 if TYPE_CHECKING:
+    from .bus import runtime
     from .bus.connection import Bus
     from .cluster.control import PolicyInForce
     from .cluster.deployment import Deployment
@@ -53,6 +56,10 @@ Examples:
   prefixbus send "What is a KV cache?"  stream an answer; wants PREFIXBUS_TOKEN
 
   prefixbus run router                  one more copy beside a running cluster
+
+  prefixbus worker --engine-url http://127.0.0.1:8000 --kv-events tcp://127.0.0.1:5557
+
+                                        a vLLM that runs already
 
   prefixbus policy round-robin          another policy, without a restart
 
@@ -319,9 +326,6 @@ def run(
     ] = None,
 ) -> None:
     """Run one more copy of a service beside a running cluster, in the foreground."""
-    from .bus import runtime
-    from .cluster import deployment
-
     if service not in SERVICES:
         raise typer.BadParameter(f"{service!r} is not one of {', '.join(SERVICES)}.", param_hint="SERVICE")
     of_bridges = {
@@ -340,6 +344,56 @@ def run(
         only_with("directory", ["--shard"])
     if service != "gateway" and port is not None:
         only_with("gateway", ["--port"])
+    if service == "worker_bridge":
+        _run_bridge(state, nats, worker, model, engine_url, kv_events, kv_replay)
+    module = importlib.import_module(SERVICES[service], __package__)
+    start = functools.partial(module.run, shard=shard or 0) if service == "directory" else module.run
+    _run_service(service, start, state, nats, port=port)
+
+
+@app.command()
+def worker(
+    engine_url: Annotated[str, typer.Option(help="The engine's HTTP address.")],
+    kv_events: Annotated[str, typer.Option(help="Where it publishes its KV events, word for word as it was told.")],
+    replay: Annotated[str, typer.Option(help="Where it replays them, as it was told.")] = "",
+    model: Annotated[str, typer.Option(help="The model it serves, from config.toml.")] = DEFAULT_MODEL,
+    name: Annotated[str, typer.Option(help="The worker's name; default: from the engine's address.")] = "",
+    engine_key_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File with the key that the engine asks for.")
+    ] = None,
+    state: State = DEFAULT_STATE,
+    nats: Annotated[str, typer.Option(help="URL of the server; default: the running cluster's, or the config's.")] = "",
+) -> None:
+    """Put a bridge in front of a vLLM that runs already: docs/vllm.md says how it must have been started."""
+    address = urlsplit(engine_url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise typer.BadParameter("It begins with http:// or https://.", param_hint="--engine-url")
+    name = name or re.sub("[^A-Za-z0-9]+", "-", f"{address.hostname}-{address.port or address.scheme}").strip("-")
+    _run_bridge(state, nats, name, model, engine_url, kv_events, replay, str(engine_key_file or ""))
+
+
+def _run_bridge(
+    state: Path, nats: str, worker: str, model: str, engine_url: str, kv_events: str, kv_replay: str, key_file: str = ""
+) -> NoReturn:
+    module = importlib.import_module(SERVICES["worker_bridge"], __package__)
+    options = module.BridgeOptions(
+        worker=worker,
+        model=model,
+        engine_url=engine_url,
+        kv_events=kv_events,
+        kv_replay=kv_replay,
+        engine_key_file=key_file,
+    )
+    _run_service("worker_bridge", functools.partial(module.run, options=options), state, nats, worker=worker)
+
+
+def _run_service(
+    service: str, start: "runtime.Run", state: Path, nats: str, *, worker: str = "", port: int | None = None
+) -> NoReturn:
+    """Until it is told to stop. :raises typer.Exit: with its exit status."""
+    from .bus import runtime
+    from .cluster import deployment
+
     deployment.require(state)
     environ = dict(os.environ)
     if not nats:
@@ -348,16 +402,6 @@ def run(
         environ["PREFIXBUS_NATS__URL"] = nats
     if port is not None:
         environ["PREFIXBUS_GATEWAY__PORT"] = str(port)
-    module = importlib.import_module(SERVICES[service], __package__)
-    if service == "worker_bridge":
-        options = module.BridgeOptions(
-            worker=worker, model=model, engine_url=engine_url, kv_events=kv_events, kv_replay=kv_replay
-        )
-        start: runtime.Run = functools.partial(module.run, options=options)
-    elif service == "directory":
-        start = functools.partial(module.run, shard=shard or 0)
-    else:
-        start = module.run
 
     async def joined(rt: runtime.Runtime) -> None:
         if sys.stderr.isatty():

@@ -14,8 +14,8 @@ from ..bus.errors import ConfigInvalid
 from ..engine_vllm import flags
 from ..tokenizer import gguf
 
-# Two engines have loaded, one core each, after about a minute; a machine that does other things takes longer.
-VLLM_READY_WITHIN_S = 300.0
+# Two engines have loaded, one core each, after about a minute; a machine that does much else takes ten times as long.
+VLLM_READY_WITHIN_S = 600.0
 
 
 class Vllm(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import re
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -24,7 +24,10 @@ from ..bus.errors import BadRequest, EngineFailed, Overloaded, PrefixbusError, W
 from . import engine_chunks
 from .chunks import Piece, Usage
 from .engine_chunks import Chunk
+from .misfits import EngineSettings, EventSource, ServedModel
 from .sse import DONE, EventLines
+
+T = TypeVar("T")
 
 _CONNECT_S = 2.0
 _ASK_S = 2.0
@@ -34,7 +37,9 @@ _IDLE_S = 3.0
 _RESET_S = 30.0
 _MAX_SENTENCE = 300
 _ASKED_ANOTHER_TIER = re.compile(rb"^vllm:external_prefix_cache_queries_total\{[^}]*\} ([0-9.e+]+)", re.MULTILINE)
-_KV_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', re.MULTILINE)
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_TRUTH = {"True": True, "False": False}
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -74,14 +79,6 @@ class Progress(msgspec.Struct):
         self.prompt = self.prompt if chunk.prompt is None else chunk.prompt
 
 
-class ServedModel(msgspec.Struct, frozen=True):
-    """One line of /v1/models. `max_model_len` is 0 when the engine does not say; `parent` is an adapter's model."""
-
-    id: str
-    max_model_len: int | None = 0
-    parent: str | None = None
-
-
 class Numbers(msgspec.Struct, frozen=True):
     """What its metrics say: sums over all series of each name, and its KV memory (0 for what it does not say)."""
 
@@ -107,8 +104,8 @@ class Engine(Protocol):
 
     async def served_models(self) -> list[ServedModel]: ...
 
-    async def kv_blocks(self) -> int:
-        """How many blocks its KV memory has; 0 when it does not say."""
+    async def settings(self) -> EngineSettings:
+        """How it was started, as far as it says so."""
         ...
 
     async def has_another_tier(self) -> bool:
@@ -136,19 +133,36 @@ class _Models(msgspec.Struct):
     data: list[ServedModel]
 
 
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+class _Source(msgspec.Struct):
+    """Of one data-parallel rank; a publisher that is told to publish nothing is none."""
+
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+
+
 class _Reset(msgspec.Struct):
     success: bool = True
 
 
 _error_body = msgspec.json.Decoder(_ErrorBody)
 _models = msgspec.json.Decoder(_Models)
+_version = msgspec.json.Decoder(_Version)
+_sources: msgspec.json.Decoder[dict[str, _Source] | None] = msgspec.json.Decoder(dict[str, _Source] | None)
 _reset = msgspec.json.Decoder(_Reset)
 
 
 class VllmHttp:
-    """A vLLM server (or engine_sim) at `url`, serving `model`. Make it inside the running loop; `close` it."""
+    """A vLLM server (or engine_sim) at `url`, serving `model`. Make it inside the running loop; `close` it.
 
-    def __init__(self, url: str, model: str) -> None:
+    `key` is what the engine asks for (vLLM: --api-key), empty for one that asks for none."""
+
+    def __init__(self, url: str, model: str, key: str = "") -> None:
         self._url = url.rstrip("/")
         self._completions = f"{self._url}/v1/completions"
         self._chat = f"{self._url}/v1/chat/completions"
@@ -163,6 +177,7 @@ class VllmHttp:
             # What no engine looks at need not be made for each request.
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            headers={"Authorization": f"Bearer {key}"} if key else None,
             read_bufsize=256 * 1024,
         )
 
@@ -229,10 +244,21 @@ class VllmHttp:
         except msgspec.MsgspecError as exc:
             raise EngineFailed(f"The engine's list of models cannot be read: {exc}") from exc
 
-    async def kv_blocks(self) -> int:
-        status, body = await self._ask("GET", "/metrics", _ASK_S)
-        found = _KV_BLOCKS.search(body) if status == 200 else None
-        return int(found.group(1)) if found else 0
+    async def settings(self) -> EngineSettings:
+        version_status, version = await self._ask("GET", "/version", _ASK_S)
+        metrics_status, metrics = await self._ask("GET", "/metrics", _ASK_S)
+        sources_status, sources = await self._ask("GET", "/kv_event_sources", _ASK_S)
+        # It resets on POST alone.
+        resets, _ = await self._ask("GET", "/reset_prefix_cache", _ASK_S)
+        cache = _cache_config(metrics) if metrics_status == 200 else {}
+        return EngineSettings(
+            version=_decoded(_version, version, _Version()).version if version_status == 200 else "",
+            block_size=_number(cache.get("block_size", "")),
+            kv_blocks=_number(cache.get("num_gpu_blocks", "")),
+            caches_prefixes=_TRUTH.get(cache.get("enable_prefix_caching", "")),
+            event_sources=_event_sources(sources) if sources_status == 200 else None,
+            resets={405: True, 404: False}.get(resets),
+        )
 
     async def numbers(self) -> Numbers:
         """:raises EngineFailed: it has no metrics, or none that can be read."""
@@ -325,9 +351,41 @@ def _translated() -> Iterator[None]:
         raise WorkerLost(f"The engine cannot be reached: {str(exc)[:_MAX_SENTENCE] or type(exc).__name__}") from exc
 
 
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes, otherwise: T) -> T:
+    """What an engine says beside its API, if it can be read."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return otherwise
+
+
+def _cache_config(metrics: bytes) -> dict[str, str]:
+    found = _CACHE_CONFIG.search(metrics)
+    return dict(_LABEL.findall(found.group(1).decode("utf-8", "replace"))) if found else {}
+
+
+def _number(text: str) -> int:
+    """0 for what is none, such as vLLM's `None`."""
+    return int(text) if text.isdecimal() else 0
+
+
+def _event_sources(body: bytes) -> list[EventSource] | None:
+    """None when it cannot be read."""
+    sources = _decoded(_sources, body, None)
+    if sources is None:
+        return None
+    return [
+        EventSource(each.endpoint, each.replay_endpoint)
+        for each in sources.values()
+        if each.enable_kv_cache_events and each.publisher == "zmq"
+    ]
+
+
 def _error(status: int, body: bytes) -> PrefixbusError:
     """The engine's error as one of ours."""
     sentence = _sentence(status, body)
+    if status == 401:
+        return EngineFailed("The engine asks for a key.", remedy="Give its bridge the right one: --engine-key-file.")
     if status in (400, 413, 422):
         return BadRequest(f"The engine refuses the request: {sentence}")
     # vLLM's queue at its bound (--max-num-queued-requests) is a 503.

@@ -19,6 +19,7 @@ import msgspec
 
 from ..bus.errors import EngineFailed, WorkerRefused
 from .engine import Engine, Generation
+from .misfits import misfits, no_events, shortcomings, wrong_block_size
 
 _PATIENCE_S = 30.0
 _EVENTS_WITHIN_S = 5.0
@@ -35,10 +36,12 @@ _FIRST_ID, _IDS = 5, 100
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What the engine said of itself; 0 for what it did not say."""
+    """What the engine said of itself, 0 for what it did not say; `shortcomings` are sentences, see misfits."""
 
+    version: str
     max_model_len: int
     kv_tokens: int
+    shortcomings: list[str]
 
 
 class EventsSeen(Protocol):
@@ -53,40 +56,47 @@ class EventsSeen(Protocol):
         ...
 
 
-async def shake_hands(
+async def examine(
     engine: Engine,
     *,
     model: str,
     adapters: Sequence[str] = (),
     block_size: int,
-    events: EventsSeen,
     one_time_salt: Callable[[], str],
 ) -> EngineFacts:
-    """`adapters` are what the engine calls those that it must serve.
+    """Before its events are listened to: so that an engine that publishes none is told what else it lacks. `adapters`
+    are what the engine calls those that it must serve.
 
-    :raises WorkerRefused: it does not match; the sentence says in what.
+    :raises WorkerRefused: it does not match; the sentences say in what, all of it at once.
 
     :raises EngineFailed, WorkerLost: it cannot be asked now."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
             served = {each.id: each for each in await engine.served_models()}
-            if model not in served:
-                raise WorkerRefused(
-                    f"The engine serves {', '.join(sorted(served)) or 'nothing'}, not {model}.",
-                    remedy="Start it with --served-model-name, or correct the worker's address.",
-                )
-            for adapter in adapters:
-                if adapter not in served or served[adapter].parent != model:
-                    raise WorkerRefused(
-                        f"The engine serves no adapter {adapter} of {model}.",
-                        remedy=f"Start it with --enable-lora --lora-modules {adapter}=PATH, or correct the config.",
-                    )
-            before = events.batches
-            max_model_len = served[model].max_model_len or 0
-            await _probe_cache(engine, block_size, one_time_salt)
+            settings = await engine.settings()
+            found = misfits(settings, served, model=model, adapters=adapters, block_size=block_size)
+            max_model_len = 0
+            if model in served:
+                max_model_len = served[model].max_model_len or 0
+                is_said = settings.caches_prefixes is False or settings.block_size not in (0, block_size)
+                found += await _probe_cache(engine, block_size, one_time_salt, is_said=is_said)
+            if found:
+                raise WorkerRefused(" ".join(each.sentence() for each in found))
             await _probe_other_tiers(engine, block_size, max_model_len, one_time_salt)
+            return EngineFacts(settings.version, max_model_len, settings.kv_blocks * block_size, shortcomings(settings))
+    except TimeoutError as exc:
+        raise EngineFailed("The engine does not answer.") from exc
+
+
+async def hear_events(engine: Engine, events: EventsSeen, block_size: int, one_time_salt: Callable[[], str]) -> None:
+    """Once its events are listened to: that they come, in our blocks.
+
+    :raises WorkerRefused: they do not.   :raises EngineFailed, WorkerLost: it cannot be asked now."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            before = events.batches
+            await _cached_tokens(engine, block_size + 1, one_time_salt())
             await _await_events(events, before, block_size)
-            return EngineFacts(max_model_len, await engine.kv_blocks() * block_size)
     except TimeoutError as exc:
         raise EngineFailed("The engine does not answer.") from exc
 
@@ -105,17 +115,25 @@ async def probe_isolation(
         raise EngineFailed("The engine does not answer.") from exc
 
 
-async def _probe_cache(engine: Engine, block_size: int, one_time_salt: Callable[[], str]) -> None:
+async def _probe_cache(
+    engine: Engine, block_size: int, one_time_salt: Callable[[], str], *, is_said: bool
+) -> list[WorkerRefused]:
+    """What a repeated prompt shows. `is_said`: its settings say already why nothing is hit."""
     again = await _repeat(engine, block_size, one_time_salt)
     if again is None:
-        raise WorkerRefused(
-            "The engine does not report cached tokens.", remedy="Start it with --enable-prompt-tokens-details."
-        )
-    if again != block_size:
-        raise WorkerRefused(
-            f"A repeated prompt of {block_size + 1} tokens hit {again} of them, not {block_size}.",
-            remedy="Start the engine with --enable-prefix-caching and the config's block_size.",
-        )
+        return [
+            WorkerRefused(
+                "The engine does not report cached tokens.", remedy="Start it with --enable-prompt-tokens-details."
+            )
+        ]
+    if again != block_size and not is_said:
+        return [
+            WorkerRefused(
+                f"A repeated prompt of {block_size + 1} tokens hit {again} of them, not {block_size}.",
+                remedy="Start the engine with --enable-prefix-caching and the config's block_size.",
+            )
+        ]
+    return []
 
 
 async def _repeat(engine: Engine, block_size: int, one_time_salt: Callable[[], str]) -> int | None:
@@ -168,12 +186,6 @@ async def _await_events(events: EventsSeen, before: int, block_size: int) -> Non
             break
         await asyncio.sleep(_POLL_S)
     if events.batches == before:
-        raise WorkerRefused(
-            "The engine computes blocks and publishes no events.",
-            remedy="Start it with --kv-events-config, its endpoint being this bridge's.",
-        )
+        raise no_events()
     if events.engine_block_size != block_size:
-        raise WorkerRefused(
-            f"The engine's blocks have {events.engine_block_size} tokens, the config says {block_size}.",
-            remedy="Start it with --block-size, or correct block_size.",
-        )
+        raise wrong_block_size(events.engine_block_size, block_size)

@@ -1,7 +1,8 @@
 # ruff: noqa: TID251 - a shell: it waits on the event loop
 """The worker's life: from an engine that answers to an incarnation, and to its end.
 
-    engine answers -> its events are whole -> hands shaken -> registered (an incarnation) -> serving -> lost -> again
+    engine answers -> it fits -> its events are whole -> they come -> registered (an incarnation) -> serving -> lost
+    -> again
 
 Dispatches are listened for only in between the last three: one to a worker without a life should be told by the server
 that nobody is there, and cost its router nothing. What a bridge without a life answers, routers take for a second
@@ -29,7 +30,7 @@ from ..bus.runtime import Runtime
 from .blocks import BlockIndex
 from .engine import Engine
 from .engine_events import Batch, BlockStored
-from .handshake import EngineFacts, probe_isolation, shake_hands
+from .handshake import examine, hear_events, probe_isolation
 from .kv_feed import KvFeeds
 from .vllm_events import Endpoints, VllmEvents
 
@@ -46,7 +47,7 @@ _OTHER_NAME = "Give this one another name, or stop the other."
 
 class WorkerRecord(msgspec.Struct, frozen=True):
     """A worker's registration (JSON, bucket WORKERS). `boot` names the bridge process; `adapters` are those served with
-    the model, with their revisions."""
+    the model, with their revisions; `lacks` are sentences on what does not work with this engine."""
 
     v: int
     worker: str
@@ -59,6 +60,9 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     boot: str
     registered_at: float
     adapters: dict[str, str] = {}
+    model_revision: str = ""
+    engine_version: str = ""
+    lacks: list[str] = []
 
 
 class Follower(Protocol):
@@ -121,8 +125,9 @@ class Life:
         """:raises WorkerRefused: another bridge has taken the name while this one had no life."""
         while True:
             try:
-                session = await self._until_engine_is_whole()
-                await self._shake_hands()
+                await self._examine_engine()
+                session = await self._until_events_are_whole()
+                await hear_events(self._engine, self, self.record.block_size, _one_time_salt)
                 later = await self._later_rival()
                 if later is None:
                     await self._register(session)
@@ -146,14 +151,38 @@ class Life:
         self._doubts_isolation = True
         self._look.set()
 
-    async def _until_engine_is_whole(self) -> asyncio.Event:
-        """The connection to its events, which `ended` replaces.
-
-        :raises WorkerLost, EngineFailed: not yet; the sentence says what is missing."""
+    async def _examine_engine(self) -> None:
+        """:raises WorkerLost, EngineFailed: it does not answer yet.   :raises WorkerRefused: it does not fit."""
         try:
             await self._engine.health()
         except TimeoutError as exc:
             raise WorkerLost(str(exc)) from exc
+        record = self.record
+        facts = await examine(
+            self._engine,
+            model=record.model,
+            adapters=self._adapters,
+            block_size=record.block_size,
+            one_time_salt=_one_time_salt,
+        )
+        wanted = self._rt.config.models[record.model].max_model_len
+        self._max_model_len = facts.max_model_len
+        lacks = list(facts.shortcomings)
+        if 0 < facts.max_model_len < wanted:
+            lacks.append(
+                f"The engine takes {facts.max_model_len} tokens, the config says {wanted}: longer prompts will fail."
+            )
+        for sentence in lacks:
+            if sentence not in record.lacks:
+                self._rt.log.warning("%s", sentence)
+        self.record = msgspec.structs.replace(
+            record, kv_tokens=facts.kv_tokens or record.kv_tokens, engine_version=facts.version, lacks=lacks
+        )
+
+    async def _until_events_are_whole(self) -> asyncio.Event:
+        """The connection to its events, which `ended` replaces.
+
+        :raises WorkerLost: not yet; the sentence says what is missing."""
         try:
             async with asyncio.timeout(_EVENTS_WITHIN_S):
                 session = self._caught_up
@@ -162,24 +191,6 @@ class Life:
             reason = self.events.failure or "their replay is not complete"
             raise WorkerLost(f"The engine's events do not come: {reason}.") from exc
         return session
-
-    async def _shake_hands(self) -> None:
-        record = self.record
-        facts: EngineFacts = await shake_hands(
-            self._engine,
-            model=record.model,
-            adapters=self._adapters,
-            block_size=record.block_size,
-            events=self,
-            one_time_salt=_one_time_salt,
-        )
-        wanted = self._rt.config.models[record.model].max_model_len
-        self._max_model_len = facts.max_model_len
-        if 0 < facts.max_model_len < wanted:
-            self._rt.log.warning(
-                "the engine takes %d tokens, the config says %d: longer prompts will fail", facts.max_model_len, wanted
-            )
-        self.record = msgspec.structs.replace(record, kv_tokens=facts.kv_tokens or record.kv_tokens)
 
     async def _register(self, session: asyncio.Event) -> None:
         subject = f"$KV.{subjects.BUCKET_WORKERS}.{self.record.worker}"

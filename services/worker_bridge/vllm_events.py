@@ -34,10 +34,16 @@ _BATCHES_IN_A_GO = 16
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """The engine's own settings. `replay` may be empty: then a story with gaps stays incomplete."""
+    """The engine's own settings, and the machine it is on. `replay` may be empty: then a story with gaps stays
+    incomplete."""
 
     live: str
     replay: str = ""
+    host: str = "127.0.0.1"
+
+    def at_engine(self, address: str) -> str:
+        """What to connect to where the engine listens: at every address of its machine, when it was told `*`."""
+        return address.replace("*", f"[{self.host}]" if ":" in self.host else self.host)
 
     def engine_binds(self) -> bool:
         """vLLM's rule: it binds wildcards, ipc:// and inproc://, and connects to a plain tcp:// address."""
@@ -115,7 +121,7 @@ class _Session:
     async def run(self) -> None:
         """One session, from waiting for the engine to its end."""
         if self._endpoints.engine_binds():
-            self._live.connect(self._endpoints.live.replace("*", "127.0.0.1"))
+            self._live.connect(self._endpoints.at_engine(self._endpoints.live))
         else:
             self._live.bind(self._endpoints.live)
         await self._until(zmq.Event.HANDSHAKE_SUCCEEDED)
@@ -230,6 +236,6 @@ class _Session:
         socket = self._replay_socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.rcvhwm = 0
-        socket.connect(self._endpoints.replay.replace("*", "127.0.0.1"))
+        socket.connect(self._endpoints.at_engine(self._endpoints.replay))
         await socket.send_multipart([b"", first.to_bytes(8, "big")])
         return socket

@@ -62,6 +62,8 @@ class Cluster:
 
     Environment overrides of the config go in `environ`."""
 
+    start_deadline_s = START_DEADLINE_S
+
     def __init__(self, directory: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.state = directory / "state"
         self._arguments = arguments
@@ -108,7 +110,7 @@ class Cluster:
             bufsize=0,
             env={**os.environ, **self._environ},
         )
-        self.wait_for_line("up: ", START_DEADLINE_S)
+        self.wait_for_line("up: ", self.start_deadline_s)
         # The token of a new state directory comes after that line, and before this one.
         self.wait_for_line("Ctrl-C ", START_DEADLINE_S)
         for line in self._said:

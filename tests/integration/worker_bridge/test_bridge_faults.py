@@ -138,11 +138,12 @@ async def test_a_paused_engine_silences_its_worker_and_comes_back(tmp_path: Path
         ({"leaky_tier": "8"}, "reuses blocks across salts"),
         ({"leaky_tier": "256"}, "in a tier beyond its own memory"),
         ({"block_size": "4"}, "4 tokens"),
-        ({"block_size": "16"}, "hit 0 of them"),
+        ({"block_size": "16"}, "16 tokens"),
+        ({"served_model_name": "another/model", "block_size": "16"}, "16 tokens"),
     ],
     ids=[
         *("another model", "no cached tokens", "salts do not isolate", "a tier without salts"),
-        *("a tier that keeps long prompts alone", "smaller blocks", "larger blocks"),
+        *("a tier that keeps long prompts alone", "smaller blocks", "larger blocks", "two misfits at once"),
     ],
 )
 async def test_an_engine_that_does_not_match_is_not_registered(
