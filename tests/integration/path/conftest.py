@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def tools_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One worker that serves SmolLM2's tokens with a ChatML template that knows tools."""
+    """One worker that serves SmolLM2's tokens with a ChatML template that knows tools; its engine finds their calls."""
     running = Cluster(tmp_path_factory.mktemp("tools"), "--workers", "1", "--model", TOOLS_MODEL)
     running.init()
     _add_tools_model(running.state)
@@ -56,5 +56,5 @@ def _add_tools_model(state: Path) -> None:
     config = state / "config.toml"
     config.write_text(
         f'{config.read_text()}\n[models.{TOOLS_MODEL}]\ntokenizer = "models/{TOOLS_MODEL}"\n'
-        'model_revision = "sha256:of-the-same-weights"\nprofile = "instant"\n'
+        'model_revision = "sha256:of-the-same-weights"\nprofile = "instant"\ntool_parser = "hermes"\n'
     )
