@@ -489,10 +489,12 @@ class _Stream:
         self._waiting.append(error)
         self._news.set()
 
-    async def get(self) -> Heard:
-        while not self._waiting:
+    async def get(self, wait_s: float) -> Heard:
+        """:raises TimeoutError: nothing came in this time."""
+        if not self._waiting:
             self._news.clear()
-            await self._news.wait()
+            async with asyncio.timeout(max(wait_s, 0)):
+                await self._news.wait()
         heard = self._waiting.popleft()
         if isinstance(heard, Msg):
             self._room_bytes += len(heard.data) + FRAME_OVERHEAD_BYTES
@@ -529,8 +531,7 @@ class _Reader:
     async def _next(self) -> Msg:
         wait = min(self._silence_s, self._deadline - time.monotonic())
         try:
-            async with asyncio.timeout(max(wait, 0)):
-                heard = await self._stream.get()
+            heard = await self._stream.get(wait)
         except TimeoutError:
             if time.monotonic() >= self._deadline:
                 raise errors.DeadlineExceeded() from None
