@@ -80,7 +80,7 @@ test: setup ## the whole suite but vllm, slow and bench; starts what it needs
 	$(BIN)/python -m pytest
 
 test-vllm: setup vllm ## tests/vllm: what needs real engines
-	$(BIN)/python -m pytest -m vllm tests/vllm
+	$(BIN)/python -m pytest -m 'vllm and not slow' tests/vllm
 
 demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## a workload, and what routing by prefix gains; ENGINE=vllm: on two real engines
 	$(BIN)/prefixbus demo $(if $(ENGINE),--engine $(ENGINE))

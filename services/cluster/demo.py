@@ -69,8 +69,8 @@ REAL = Scale(
     document_chars=3_900,
     instruction_chars=1_000,
     kv_tokens=6_144,
-    max_tokens=12,
-    traffic=workload.Size(span_s=40.0, questions=5, templates=8, systems=8, sessions=2, uniques=3, unique_words=150),
+    max_tokens=8,
+    traffic=workload.Size(span_s=45.0, questions=4, templates=6, systems=6, sessions=2, uniques=3, unique_words=150),
 )
 # What vLLM must be told with it: no prompt may be longer than the KV.
 REAL_FLAGS = ["--max-model-len", "3072"]
