@@ -507,10 +507,23 @@ def _engine_chat(tree: dict[str, Any], chat: Chat) -> dict[str, Any]:
     # Null and missing would be two things to vLLM.
     given["add_generation_prompt"] = chat.add_generation_prompt
     given["messages"] = [
-        {name: value for name, value in message.items() if name in _ChatMessage.__struct_fields__}
+        {name: _engine_value(name, value) for name, value in message.items() if name in _ChatMessage.__struct_fields__}
         for message in tree["messages"]
     ]
     return _plain(given, "messages")
+
+
+def _engine_value(name: str, value: Any) -> Any:
+    """Of a text part its text alone: to vLLM one that has an `image_url` and a `uuid` besides is an image of that
+    name, whatever its type says."""
+    if name != "content" or not isinstance(value, list):
+        return value
+    return [part if isinstance(part, str) or media.is_medium(part) else _text_part(part) for part in value]
+
+
+def _text_part(part: dict[str, Any]) -> dict[str, Any]:
+    key = media.TEXT_PARTS[part["type"]]
+    return {"type": part["type"], key: part.get(key)}
 
 
 def _completions(tree: dict[str, Any]) -> Request:

@@ -249,6 +249,7 @@ def test_the_chat_endpoint_is_given_what_it_needs_and_nothing_else() -> None:
     chat: dict[str, Any] = {
         "messages": [
             {"role": "user", "content": "hi", "nonsense": 1},
+            {"role": "user", "content": ["a", {"type": "text", "text": "b", "image_url": {"url": "c"}, "uuid": "d"}]},
             {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "weather"}}]},
             {"role": "tool", "content": "rain", "tool_call_id": "1"},
         ],
@@ -265,6 +266,8 @@ def test_the_chat_endpoint_is_given_what_it_needs_and_nothing_else() -> None:
 
     wanted = {**chat, "add_generation_prompt": True}
     wanted["messages"][0] = {"role": "user", "content": "hi"}
+    # With what it had besides, vLLM would take the text for an image that its client has named.
+    wanted["messages"][1] = {"role": "user", "content": ["a", {"type": "text", "text": "b"}]}
     assert orjson.loads(intake.engine_chat(request)) == wanted
     assert orjson.loads(intake.engine_params(request, 9)) == sampling
 
