@@ -421,18 +421,18 @@ def split(run: Stored, first: int, rest: int) -> Iterator[Stored]:
 
 
 def _media(extra: object) -> bytes:
-    """The names of the media in a block, among its extra keys: (name, where it begins in the block)."""
+    """The names of the media in a block, among its extra keys: (name, where it begins in the block), or the same after
+    "mm" (vLLM tags its keys so within, and its events may one day)."""
     if not isinstance(extra, list | tuple):
         return b""
-    return b"".join(
-        _name(item[0])
-        for item in extra
-        if isinstance(item, list | tuple)
-        and len(item) == 2
-        and isinstance(item[0], str)
-        and isinstance(item[1], int)
-        and not isinstance(item[1], bool)
-    )
+    names = []
+    for item in extra:
+        if not isinstance(item, list | tuple):
+            continue
+        pair = item[1:] if len(item) == 3 and item[0] == "mm" else item
+        if len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int:
+            names.append(_name(pair[0]))
+    return b"".join(names)
 
 
 def _name(text: str) -> bytes:

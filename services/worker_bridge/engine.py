@@ -273,7 +273,7 @@ class VllmHttp:
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
                     if sample.name == "vllm:cache_config_info":
                         memory = sample.labels
-            return Numbers(sums, int(memory.get("block_size", "0")), int(memory.get("num_gpu_blocks", "0")))
+            return Numbers(sums, _number(memory.get("block_size", "")), _number(memory.get("num_gpu_blocks", "")))
         except (ValueError, KeyError, IndexError) as exc:
             raise EngineFailed(f"The engine's metrics cannot be read: {str(exc)[:_MAX_SENTENCE]}") from exc
 

@@ -311,7 +311,7 @@ def test_a_blocks_media_are_in_its_key_by_our_names_for_them() -> None:
     cat, dog = b"c" * 16, b"d" * 16
     event = stored(SALT_A, (X, Y, Z))
     first: list[object] = [["cache_salt", SALT_A], [cat.hex(), 1]]
-    extra: list[object] = [first, [[cat.hex(), -1], [dog.hex(), 1]], None]
+    extra: list[object] = [first, [[cat.hex(), -1], ["mm", dog.hex(), 1]], None]
     tokens = b"".join(token.to_bytes(4, "little") for block in (X, Y, Z) for token in block)
 
     ops = index().apply(
