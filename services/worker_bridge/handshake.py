@@ -153,9 +153,10 @@ async def _probe_other_tiers(
     """What lies behind the engine's own memory may keep long prompts alone, and write them when it has time."""
     if not await engine.has_another_tier():
         return
-    tokens = _TIER_TOKENS // block_size * block_size + 1
-    if max_model_len:
-        tokens = min(tokens, max_model_len - 1)
+    room = min(_TIER_TOKENS, max_model_len - block_size) if max_model_len else _TIER_TOKENS
+    # Far from where blocks begin and end: vLLM's ExampleConnector looks for a prompt of whole blocks and a token under
+    # another name than it has kept it by.
+    tokens = room // block_size * block_size + block_size // 2 + 1
     for _ in range(_TIER_LOOKS):
         if await _cached_tokens(engine, tokens, one_time_salt()):
             raise WorkerRefused(f"{_LEAKS} It does so in a tier beyond its own memory.", remedy=_ISOLATE)
