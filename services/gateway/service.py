@@ -15,6 +15,7 @@ import contextlib
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
@@ -114,18 +115,17 @@ class Gateway:
     @web.middleware
     async def _edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer has the request's id and is counted; whatever goes wrong is said in OpenAI's form."""
-        http = request
-        http[_ID] = request_id(http.headers.get("X-Request-Id", ""))
-        http[_AT] = self._rt.clock.now()
+        request[_ID] = request_id(request.headers.get("X-Request-Id", ""))
+        request[_AT] = self._rt.clock.now()
         status = _GONE
         self._in_hand += 1
         try:
-            answer = await self._answered(http, handler)
+            answer = await self._answered(request, handler)
             status = answer.status
             return answer
         finally:
             self._in_hand -= 1
-            self._metrics.requests.labels(_endpoint(http), str(status)).inc()
+            self._metrics.requests.labels(_endpoint(request), str(status)).inc()
 
     async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -146,10 +146,9 @@ class Gateway:
             answer.headers["X-Request-Id"] = http[_ID]
         return answer
 
-    @contextlib.asynccontextmanager
-    async def _client_of(self, http: web.Request) -> AsyncIterator[Client]:
-        async with self._pool.client(keys.parse(http.headers.get("Authorization", ""))) as client:
-            yield client
+    def _client_of(self, http: web.Request) -> AbstractAsyncContextManager[Client]:
+        """:raises InvalidKey: there is no key; entering it raises what `Pool.client` does."""
+        return self._pool.client(keys.parse(http.headers.get("Authorization", "")))
 
     async def _infer(self, http: web.Request, *, is_chat: bool) -> web.StreamResponse:
         scope = http.match_info.get("scope", "")
@@ -159,7 +158,7 @@ class Gateway:
             body = await self._body(http, is_chat=is_chat)
             options = body.pop("stream_options", None)
             include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            is_streamed = bool(body.pop("stream", False))
+            is_streamed = body.pop("stream", None) is True
             body["stream_options"] = {"include_usage": True}
             frames = client.stream(
                 str(body["model"]),
@@ -172,10 +171,14 @@ class Gateway:
                 resume=True,
                 buffer_bytes=self._settings.buffer_bytes,
             )
-            async with contextlib.aclosing(frames):
-                if is_streamed:
-                    return await self._stream(http, frames, include_usage=include_usage)
-                return await self._whole(http, frames, is_chat=is_chat)
+            try:
+                async with contextlib.aclosing(frames):
+                    if is_streamed:
+                        return await self._stream(http, frames, include_usage=include_usage)
+                    return await self._whole(http, frames, is_chat=is_chat)
+            except orjson.JSONEncodeError as exc:
+                # What orjson reads may be deeper than what it writes.
+                raise BadRequest("Values are nested too deeply.", field="body") from exc
 
     async def _body(self, http: web.Request, *, is_chat: bool) -> dict[str, Any]:
         """:raises InvalidJson, BadRequest: it is no request of this endpoint; the rest is checked by the tokenizer."""
@@ -195,6 +198,8 @@ class Gateway:
             raise InvalidJson("is no object.", field="body", remedy="Send one JSON object.")
         if not isinstance(body.get("model"), str) or not body["model"]:
             raise BadRequest("is missing.", field="model", remedy="Name a model of /v1/models.")
+        if body.get("stream") not in (None, True, False):
+            raise BadRequest("is no boolean.", field="stream", remedy="Set it to true or false.")
         needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         if body.get(needed) is None:
             raise BadRequest("is missing.", field=needed, remedy=f"{http.path} takes {needed}.")

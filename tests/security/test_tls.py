@@ -6,9 +6,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import trustme
-from support.cluster import Cluster, ask, chat
+from support.cluster import MODEL, Cluster, ask, chat
 
 from prefixbus.bus.connection import Bus
 from prefixbus.bus.errors import BusUnavailable
@@ -47,6 +48,20 @@ async def test_a_request_goes_through_and_the_ports_are_https(cluster: Cluster) 
     assert all(cluster.is_ready(file.pid) for file in files)
     # Read from the metrics of each.
     await cluster.settles()
+
+
+async def test_the_gateway_answers_over_https_and_reaches_the_bus_by_tls(cluster: Cluster) -> None:
+    assert cluster.api.startswith("https://127.0.0.1:")
+    headers = {"Authorization": f"Bearer {cluster.key}"}
+    body = {"model": MODEL, **chat("Is this private, too?", max_tokens=3)}
+
+    async with aiohttp.ClientSession(headers=headers) as session:
+        url, tls = f"{cluster.api}/chat/completions", deployment.tls_of(cluster.state)
+        async with session.post(url, json=body, ssl=tls or False) as response:
+            content = await response.json()
+
+    assert response.status == 200
+    assert content["choices"][0]["message"]["content"]
 
 
 async def test_plain_connections_are_turned_away(cluster: Cluster) -> None:

@@ -54,6 +54,8 @@ async def test_what_is_not_served_is_said_clearly(world: World, method: str, pat
         (b'{"model": 7, "messages": []}', "bad_request"),
         (b'{"model": "", "messages": []}', "bad_request"),
         (b'{"model": "tiny", "prompt": "x"}', "bad_request"),
+        (b'{"model": "tiny", "messages": [], "stream": "no"}', "bad_request"),
+        (b'{"model": "tiny", "messages": ' + b"[" * 500 + b"]" * 500 + b"}", "bad_request"),
         (b'{"model": "tiny", "messages": [], "prompt": "x"}', "bad_request"),
     ],
 )
