@@ -9,6 +9,8 @@ from support.vllm import VllmCluster
 from prefixbus.bus.connection import Bus
 from prefixbus.client import Client
 
+from .narrow import Narrow
+
 HERE = Path(__file__).parent
 # A test's own limit: prefill of the tiny model is fast, and the machine may be doing other things.
 TIMEOUT_S = 120
@@ -41,5 +43,26 @@ async def client(cluster: VllmCluster) -> AsyncIterator[Client]:
 @pytest.fixture
 async def operator(cluster: VllmCluster) -> AsyncIterator[Bus]:
     bus = await cluster.operator()
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Narrow]:
+    """One engine with little room; tests leave it idle."""
+    with Narrow(tmp_path_factory.mktemp("narrow")) as running:
+        yield running
+
+
+@pytest.fixture
+async def narrow_client(narrow: Narrow) -> AsyncIterator[Client]:
+    """As the demo tenant."""
+    async with await narrow.client() as connected:
+        yield connected
+
+
+@pytest.fixture
+async def narrow_operator(narrow: Narrow) -> AsyncIterator[Bus]:
+    bus = await narrow.operator()
     yield bus
     await bus.close()
