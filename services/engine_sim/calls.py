@@ -70,11 +70,11 @@ def _value(schema: Any, deep: int) -> Any:
 
 
 class CallScript:
-    """Says calls instead of words, a piece a token, and ends there: a scanner (stops.py) that finds what it brought."""
+    """Says calls instead of words, a piece a token, and ends there: a scanner (stops.py) that finds what it brought.
+    The first token of a call says its name, of which there is no text."""
 
     def __init__(self, calls: list[Call]) -> None:
-        text = "".join(call.arguments for call in calls)
-        self._pieces: Iterator[str] = iter([text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)])
+        self._pieces: Iterator[str] = iter([piece for call in calls for piece in ("", *_cut(call.arguments))])
         self._next = next(self._pieces, None)
         self.hit: str | None = None
 
@@ -89,35 +89,39 @@ class CallScript:
 
 
 class CallReader:
-    """OpenAI's deltas out of what a script says, in the order of its calls."""
+    """vLLM's deltas out of what a script says, in the order of its calls: a call's first one has its name alone."""
 
     def __init__(self, calls: list[Call], ids: list[str]) -> None:
         self._calls = calls
         self._ids = ids
         self._at = 0
+        self._is_named = False
         self._said = 0
 
     def read(self, text: str) -> list[dict[str, Any]]:
-        deltas = []
-        while text:
-            call = self._calls[self._at]
-            piece, text = text[: len(call.arguments) - self._said], text[len(call.arguments) - self._said :]
-            function: dict[str, Any] = {"arguments": piece}
-            delta: dict[str, Any] = {"index": self._at, "function": function}
-            if not self._said:
-                delta = {"id": self._ids[self._at], "type": "function", "index": self._at, "function": function}
-                function["name"] = call.name
-            deltas.append(delta)
-            self._said += len(piece)
-            if self._said == len(call.arguments):
-                self._at, self._said = self._at + 1, 0
-        return deltas
+        if self._at == len(self._calls):
+            return []
+        call, index = self._calls[self._at], self._at
+        if not self._is_named:
+            self._is_named = True
+            return [{"id": self._ids[index], "type": "function", "index": index, "function": {"name": call.name}}]
+        self._said += len(text)
+        if self._said == len(call.arguments):
+            self._at, self._is_named, self._said = index + 1, False, 0
+        return [{"index": index, "function": {"arguments": text}}]
 
 
 def whole(calls: list[Call], ids: list[str], text: str) -> list[dict[str, Any]]:
-    """The calls of an answer that is not streamed; the last may be cut short."""
+    """The calls of an answer that is not streamed; the last may be cut short, and the first has been named at least."""
     made: list[dict[str, Any]] = []
-    for delta in CallReader(calls, ids).read(text):
-        function = {"name": calls[delta["index"]].name, "arguments": delta["function"]["arguments"]}
-        made.append({"id": ids[delta["index"]], "type": "function", "function": function})
+    for call, call_id in zip(calls, ids, strict=True):
+        if made and not text:
+            break
+        function = {"name": call.name, "arguments": text[: len(call.arguments)]}
+        made.append({"id": call_id, "type": "function", "function": function})
+        text = text[len(call.arguments) :]
     return made
+
+
+def _cut(text: str) -> list[str]:
+    return [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]

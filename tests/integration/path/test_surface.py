@@ -78,7 +78,7 @@ class Heard:
             for delta in choice["delta"].get("tool_calls", []):
                 call = found.setdefault(delta["index"], {"name": "", "arguments": ""})
                 call["name"] += delta["function"].get("name", "")
-                call["arguments"] += delta["function"]["arguments"]
+                call["arguments"] += delta["function"].get("arguments", "")
         return found
 
 
