@@ -51,6 +51,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     instruction_chars: int
     kv_tokens: int
     max_tokens: int
+    deadline_s: float
     traffic: workload.Size
 
 
@@ -61,6 +62,7 @@ SIMULATED = Scale(
     instruction_chars=3_000,
     kv_tokens=24_576,
     max_tokens=24,
+    deadline_s=120.0,
     traffic=workload.Size(span_s=3.0),
 )
 # SmolLM2 on one core computes a document in some seconds.
@@ -70,6 +72,8 @@ REAL = Scale(
     instruction_chars=1_000,
     kv_tokens=6_144,
     max_tokens=8,
+    # A machine that does much else is slow, and not wrong.
+    deadline_s=600.0,
     traffic=workload.Size(span_s=45.0, questions=4, templates=6, systems=6, sessions=2, uniques=3, unique_words=150),
 )
 # What vLLM must be told with it: no prompt may be longer than the KV.
@@ -97,7 +101,7 @@ async def run(deployment: Deployment, operator: Bus, token: str, console: Consol
         await control.set_policy(operator, policy)
         for worker in deployment.workers:
             await control.reset_cache(operator, worker)
-        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks, scale.max_tokens))
+        runs.append(await _play(deployment.nats_url, operator, token, policy, tasks, scale))
     base, ours = runs
     if deployment.is_simulated:
         wrong_hits = await control.wrong_hits(deployment.engine_urls())
@@ -147,7 +151,7 @@ async def _warm_up(deployment: Deployment, token: str) -> None:
                 group.create_task(ask(number))
 
 
-async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task], max_tokens: int) -> Run:
+async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[workload.Task], scale: Scale) -> Run:
     result = Run(policy)
     news = asyncio.Event()
 
@@ -167,7 +171,7 @@ async def _play(url: str, operator: Bus, token: str, policy: str, tasks: list[wo
             started = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for number, task in enumerate(tasks):
-                    group.create_task(_user(client, f"{policy}-{number}", task, max_tokens, started, result, tick))
+                    group.create_task(_user(client, f"{policy}-{number}", task, scale, started, result, tick))
     # What is still missing after this is for the verdict to say.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_JOURNAL_WAIT_S):
@@ -195,7 +199,7 @@ async def _user(
     client: Client,
     name: str,
     task: workload.Task,
-    max_tokens: int,
+    scale: Scale,
     started: float,
     result: Run,
     tick: Callable[[], Awaitable[None]],
@@ -205,12 +209,12 @@ async def _user(
     for turn, text in enumerate(task.turns):
         dialog.append({"role": "user", "content": text})
         request_id = f"{name}-{turn}"
-        body = {"messages": dialog, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"messages": dialog, "max_tokens": scale.max_tokens, "temperature": 0, "ignore_eos": True}
         asked = time.monotonic()
         first: float | None = None
         answer = ""
         try:
-            async for frame in client.stream(DEFAULT_MODEL, body, request_id=request_id):
+            async for frame in client.stream(DEFAULT_MODEL, body, request_id=request_id, deadline_s=scale.deadline_s):
                 for choice in frame.chunk["choices"]:
                     delta = choice["delta"].get("content") or ""
                     if delta and first is None:
