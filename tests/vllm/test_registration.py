@@ -185,3 +185,31 @@ async def test_an_engines_cache_is_emptied_through_its_bridge(cluster: VllmClust
 
     assert warm.cached_tokens > 0
     assert cold.cached_tokens == 0
+
+
+def children_of(pid: int) -> list[int]:
+    """All below it."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # One that ends now takes its file away under our eyes.
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [child for child, parent in parents.items() if parent == pid]
+    return found + [below for child in found for below in children_of(child)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether it computes still: a killed one whose new parent has not asked for it yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_killed_engine_leaves_no_process_behind(strangers: Strangers) -> None:
+    below = children_of(strangers.wrong.process.pid)
+    assert len(below) >= 2, "an engine core and its worker"
+
+    strangers.wrong.kill()
+
+    await eventually(lambda: not any(map(is_running, below)), "all of it has ended", 30.0)
