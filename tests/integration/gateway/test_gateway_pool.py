@@ -165,3 +165,29 @@ async def test_without_a_callout_nobodys_key_is_called_wrong(world: World) -> No
 
     async with world.session() as session:
         assert await post(session, world, world.key) == (503, "bus_unavailable")
+
+
+@pytest.mark.parametrize("world", [{"max_keys": 8}], indirect=True)
+async def test_one_tenant_does_not_take_all_the_room_there_is(world: World) -> None:
+    """A quarter of it is one tenant's."""
+    go_on = asyncio.Event()
+
+    async def waits(asked: Asked) -> None:
+        while not go_on.is_set():
+            asked.keep_alive()
+            await asyncio.sleep(0.05)
+        asked.whole()
+
+    world.script = waits
+    labels = [f"acme.l{number}.{world.server.token('acme', label=f'l{number}')}" for number in range(3)]
+    async with world.session() as session:
+        running = [asyncio.create_task(post(session, world, key)) for key in labels[:2]]
+        await eventually(lambda: len(world.asked) == 2, "two of its keys are in use")
+
+        assert await post(session, world, labels[2]) == (429, "rate_limit_exceeded")
+
+        others = asyncio.create_task(post(session, world, world.key))
+        await eventually(lambda: len(world.asked) == 3, "another tenant's is served")
+        go_on.set()
+        assert await asyncio.gather(*running, others) == [(200, "")] * 3
+        assert await post(session, world, labels[2]) == (200, "")
