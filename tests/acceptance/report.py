@@ -211,15 +211,16 @@ known only afterwards.
 """
 WHY = """Why, rule by rule:
 
-- `overlap` with a heavy weight, p95 at light load: it waits less, ours reuses more. A request of ours waits a little for
-  a hit, since KV that is made twice evicts what others need; the mean gains, and the longest prompts pay. Much of its
-  weight is the queue as counted in whole requests, which shuns a worker in the middle of a step; ours counts the work
-  that is left, and a step that has begun costs more than that.
-- Any rule past the knee (conv x6): queues grow as long as the traffic lasts, for all. Who gathers prefixes on few workers
-  computes less and is through sooner; our price for what others wait spreads them. Such a fleet should refuse.
+- `overlap` with a heavy weight, p95 at light load: it waits less, ours reuses more. A request of ours waits a little
+  for a hit, since KV that is made twice evicts what others need; the mean gains, and the longest prompts pay. Much of
+  its weight is the queue as counted in whole requests, which shuns a worker in the middle of a step; ours counts the
+  work that is left, and a step that has begun costs more than that.
+- Any rule past the knee (conv x6): queues grow as long as the traffic lasts, for all. Who gathers prefixes on few
+  workers computes less and is through sooner; our price for what others wait spreads them. Such a fleet should
+  refuse.
 - All but ours, 200 siblings of one document at once: they let every worker compute the document, which is soonest if
-  nothing else is wanted. Ours keeps siblings together, where the document is computed once or twice; the memory and work
-  it saves are for traffic that this scenario does not have.
+  nothing else is wanted. Ours keeps siblings together, where the document is computed once or twice; the memory and
+  work it saves are for traffic that this scenario does not have.
 - Rules by load, "hot worker": documents small enough for every worker to hold all of them. Nothing is gained by
   affinity then, and a queue is lost.
 - Least-loaded, a directory that is false throughout: whoever does not ask is not misled. Ours soon believes it less.
