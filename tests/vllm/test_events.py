@@ -35,14 +35,14 @@ def past_the_bridge(cluster: Narrow, prompt: list[int], salt: str = "", max_toke
     request = urllib.request.Request(
         f"{cluster.engine_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=2 * DEADLINE_S) as reply:
         answer: dict[str, Any] = json.load(reply)
         return answer
 
 
 def reset_past_the_bridge(cluster: Narrow) -> None:
     request = urllib.request.Request(f"{cluster.engine_url}/reset_prefix_cache", method="POST")
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=2 * DEADLINE_S) as reply:
         assert reply.status == 200
 
 
