@@ -19,7 +19,9 @@ from prefixbus.bus.connection import Bus
 from prefixbus.bus.errors import WorkerLost
 from prefixbus.client import Client
 
-from .narrow import DEADLINE_S, HITS, KV_BLOCKS, MODEL, WORKER, Narrow, answered, reusable
+from .narrow import DEADLINE_S, HITS, KV_BLOCKS, MODEL, TEST_TIMEOUT_S, WORKER, Narrow, answered, reusable
+
+pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
 
 
 def ids(blocks: int) -> list[int]:

@@ -23,12 +23,13 @@ from prefixbus.bus.messages import VERSION, Dispatch, Job
 from prefixbus.client import Client
 from prefixbus.cluster import deployment
 
-from .narrow import DEADLINE_S, MODEL, WORKER, Narrow, answered
+from .narrow import DEADLINE_S, MODEL, TEST_TIMEOUT_S, WORKER, Narrow, answered
 from .story import read
 from .test_events import ids, past_the_bridge
 
 # nats-py leaves a connection open that a server refused while it was coming back.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")
+refused_connections = pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")
+pytestmark = [refused_connections, pytest.mark.timeout(TEST_TIMEOUT_S)]
 
 RUNNING = "vllm:num_requests_running"
 GENERATED = "vllm:generation_tokens_total"

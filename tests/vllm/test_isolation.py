@@ -20,7 +20,9 @@ from prefixbus.worker_bridge.adapters import Adapters
 from prefixbus.worker_bridge.engine import Generation, VllmHttp
 from prefixbus.worker_bridge.handshake import examine
 
-from .narrow import HITS, MODEL, Narrow, answered, reusable
+from .narrow import HITS, MODEL, TEST_TIMEOUT_S, Narrow, answered, reusable
+
+pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
 
 
 async def test_the_same_prompt_of_two_tenants_and_two_scopes(
@@ -109,7 +111,6 @@ def leaking(tmp_path: Path) -> Iterator[VllmEngine]:
         yield engine
 
 
-@pytest.mark.timeout(700)
 async def test_an_engine_whose_connector_forgets_salts_is_refused(leaking: VllmEngine) -> None:
     engine = VllmHttp(leaking.url, SERVED)
     try:

@@ -10,7 +10,9 @@ from support.vllm import BLOCK
 from prefixbus.bus.connection import Bus
 from prefixbus.client import Client
 
-from .narrow import HITS, Narrow, answered, reusable
+from .narrow import HITS, TEST_TIMEOUT_S, Narrow, answered, reusable
+
+pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
 
 RUSSIAN = "Кэш ключей и значений хранит вычисленные тензоры внимания для каждого токена запроса. " * 6
 CHINESE = "键值缓存保存每个词元的注意力张量,因此重复的前缀不必再次计算。" * 6
@@ -84,7 +86,9 @@ async def test_prompts_at_the_borders_of_blocks(
     assert predicted == cached == reusable(tokens)
 
 
-@pytest.mark.parametrize("choice", ["none", "auto", {"type": "function", "function": {"name": "prefill"}}], ids=str)
+@pytest.mark.parametrize(
+    "choice", ["none", "auto", {"type": "function", "function": {"name": "prefill"}}], ids=["none", "auto", "forced"]
+)
 async def test_tools_by_the_engines_text_and_chat_routes(
     narrow: Narrow, narrow_client: Client, narrow_operator: Bus, unique: str, choice: Any
 ) -> None:
