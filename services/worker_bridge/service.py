@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import secrets
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 from nats.aio.msg import Msg
 
-from ..bus import blockkeys, identity, messages, namespace, revision, subjects
+from ..bus import blockkeys, identity, messages, namespace, revision, secretfile, subjects
 from ..bus.config import ModelSection
 from ..bus.connection import Subscription
 from ..bus.errors import BusUnavailable, Cancelled, ConfigInvalid, PrefixbusError, WorkerLost
@@ -42,23 +43,26 @@ _ACCEPTED_MAX = 4096
 
 class BridgeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which worker this is, and where its engine is; `kv_events` and `kv_replay` are the engine's own settings
-    (--kv-events-config)."""
+    (--kv-events-config). `engine_key_file` holds the key that the engine asks for, if it does (--api-key)."""
 
     worker: str
     model: str
     engine_url: str
     kv_events: str
     kv_replay: str = ""
+    engine_key_file: str = ""
 
 
 async def run(rt: Runtime, options: BridgeOptions) -> None:
     """Serves until `rt.stopping`. :raises WorkerRefused: another bridge has this name.
 
-    :raises ConfigInvalid: the model is not in the config; :raises BadSubject: the name cannot stand in a subject."""
+    :raises ConfigInvalid: the model is not in the config, or the engine's key cannot be read or is not its owner's
+    alone; :raises BadSubject: the name cannot stand in a subject."""
     subjects.token(options.worker, "worker")
     if options.model not in rt.config.models:
         raise ConfigInvalid(f"{options.model} is not in config.toml.", field="models")
-    engine = VllmHttp(options.engine_url, options.model)
+    key = secretfile.read(Path(options.engine_key_file)).decode() if options.engine_key_file else ""
+    engine = VllmHttp(options.engine_url, options.model, key)
     try:
         await Bridge(rt, options, engine).run()
     finally:
@@ -103,8 +107,10 @@ class Bridge:
             boot=secrets.token_hex(8),
             registered_at=0.0,
             adapters=dict(self._identity.adapters),
+            model_revision=section.model_revision,
         )
-        endpoints = Endpoints(options.kv_events, options.kv_replay)
+        host = urlsplit(options.engine_url).hostname or "127.0.0.1"
+        endpoints = Endpoints(options.kv_events, options.kv_replay, host)
         self.life = Life(rt, record, engine, endpoints, self.index, self._feed, self, adapters.engine_names)
         lost_after_s = config.router.lost_after_s
         self._heartbeat = Heartbeat(
