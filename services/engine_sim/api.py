@@ -34,6 +34,24 @@ class BadRequest(ApiError):
     """The body is wrong, over a limit, or asks for what is not simulated."""
 
 
+class Invalid(BadRequest):
+    """A parameter's value is: vLLM's `VLLMValidationError`, which names both in its sentence."""
+
+    def __init__(self, message: str, param: str, value: object = None) -> None:
+        named = f"parameter={param}" if value is None else f"parameter={param}, value={value}"
+        super().__init__(f"{message} ({named})", param)
+
+
+class EngineRefuses(BadRequest):
+    """What the engine behind vLLM's front end finds: an answer in a stream has begun by then."""
+
+
+class Malformed(ApiError):
+    """The body is no JSON, or none of the right form. `param` says where, from `body` on."""
+
+    kind = "Bad Request"
+
+
 class NotFound(ApiError):
     """No such model or path."""
 
@@ -74,7 +92,9 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = False
-    cache_salt: str | None = None
+    cache_salt: Any = None
+    """A string, or what `check` refuses in vLLM's words."""
+    temperature: float | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -95,17 +115,19 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
         """:raises BadRequest: a value is out of its range or asks for what is not simulated."""
         check_salt(self.cache_salt)
         if any(not stop for stop in self.stops):
-            raise BadRequest("stop cannot contain an empty string.", "stop")
+            raise BadRequest("stop cannot contain an empty string.")
         if self.min_tokens < 0:
-            raise BadRequest(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.", "min_tokens")
+            raise BadRequest(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
+        if self.temperature is not None and self.temperature < 0:
+            raise Invalid(f"temperature must be non-negative, got {self.temperature}.", "temperature", self.temperature)
         if self.stream_options is not None and not self.stream:
-            raise BadRequest("Stream options can only be defined when `stream=True`.", "stream_options")
+            raise Invalid("Stream options can only be defined when `stream=True`.", "stream_options")
         if self.prompt_logprobs is not None and self.prompt_logprobs < -1:
-            raise BadRequest("`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs")
+            raise Invalid("`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs", self.prompt_logprobs)
         if self.prompt_logprobs is not None and self.stream:
-            raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+            raise Invalid("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
         if self.n is not None and self.n < 1:
-            raise BadRequest(f"n must be at least 1, got {self.n}.", "n")
+            raise BadRequest(f"n must be at least 1, got {self.n}.")
         refused = {"best_of": (self.best_of or 1) > 1, "echo": bool(self.echo)}
         for field, asked in refused.items():
             if asked:
@@ -113,8 +135,10 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_Sampling, frozen=True, kw_only=True):
-    prompt: str | list[int | str | list[int]]
-    max_tokens: int | None = 16
+    prompt: str | list[int | str | list[int]] | None = None
+    max_tokens: int | None = None
+    """16 if it is not said."""
+    n: int = 1
     suffix: str | None = None
     add_special_tokens: bool = True
     logprobs: int | None = None
@@ -124,13 +148,19 @@ class CompletionRequest(_Sampling, frozen=True, kw_only=True):
         """How many log probabilities are wanted beside each token; None: none at all."""
         return self.logprobs
 
+    @property
+    def token_limit(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens
+
     def single_prompt(self) -> str | list[int]:
         """:raises BadRequest: there are several prompts or none."""
         prompt = self.prompt
+        if prompt is None or prompt == "":
+            raise Invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         if isinstance(prompt, str):
             return prompt
         if not prompt:
-            raise BadRequest("prompt must not be empty.", "prompt")
+            raise BadRequest("You must pass at least one prompt")
         first = prompt[0]
         if isinstance(first, int):
             return prompt  # type: ignore[return-value] # a mixed list fails when it becomes an array of u32
@@ -140,10 +170,12 @@ class CompletionRequest(_Sampling, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if self.suffix and isinstance(self.prompt, str):
+            raise BadRequest("suffix is only supported for models with FIM completion rendering", "suffix")
         if self.suffix:
-            raise BadRequest("suffix is not currently supported", "suffix")
-        _check_max_tokens(self.max_tokens)
-        _check_logprobs(self.alternatives)
+            raise BadRequest("suffix requires text prompt input for FIM completion rendering", "suffix")
+        if self.logprobs is not None and self.logprobs < -1:
+            raise Invalid("`logprobs` must be a positive value or -1.", "logprobs", self.logprobs)
 
 
 class ChatRequest(_Sampling, frozen=True, kw_only=True):
@@ -192,7 +224,7 @@ class ChatRequest(_Sampling, frozen=True, kw_only=True):
             return None
         if not isinstance(given, list) or not given or any(type(token) is not int or token < 0 for token in given):
             field = "kv_transfer_params.prompt_token_ids"
-            raise BadRequest(
+            raise Invalid(
                 "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", field
             )
         return given
@@ -203,28 +235,35 @@ class ChatRequest(_Sampling, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_chat(self.messages, self.chat_template)
-        _check_max_tokens(self.token_limit)
+        if self.top_logprobs is not None and self.top_logprobs < -1:
+            raise Invalid("`top_logprobs` must be a positive value or -1.", "top_logprobs", self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
-        _check_logprobs(self.alternatives)
+            raise Invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
         self._check_tools()
+        check_chat(self.messages, self.chat_template)
 
     def _check_tools(self) -> None:
         if self.tools == []:
-            raise BadRequest("`tools` must not be an empty array.", "tools")
+            raise Invalid(
+                "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
+                "tools",
+            )
         choice = self.choice_of_tool
         if choice == "none":
             return
         if not self.tools:
-            raise BadRequest("When using `tool_choice`, `tools` must be set.", "tool_choice")
+            raise Invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
         if not isinstance(choice, dict):
             if choice not in ("auto", "required"):
-                raise BadRequest(f"Invalid value for `tool_choice`: {choice}!", "tool_choice")
+                raise Invalid(
+                    f"Invalid value for `tool_choice`: {choice}! "
+                    'Only named tools, "none", "auto" or "required" are supported.',
+                    "tool_choice",
+                )
             return
         name = (choice.get("function") or {}).get("name")
         if not any(tool.get("function", {}).get("name") == name for tool in self.tools):
-            raise BadRequest(
+            raise Invalid(
                 "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
             )
 
@@ -267,34 +306,75 @@ decode_chat = msgspec.json.Decoder(ChatRequest).decode
 decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
 
 
-def check_salt(salt: str | None) -> None:
+def check_salt(salt: object) -> None:
     """vLLM's limits on `cache_salt`."""
     if salt is None:
         return
-    if not salt:
-        raise BadRequest("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
-    if len(salt) > MAX_SALT_CHARS:
-        raise BadRequest(f"Parameter 'cache_salt' must be at most {MAX_SALT_CHARS} characters long.", "cache_salt")
-    if not _SALT_FORBIDDEN.isdisjoint(salt):
-        raise BadRequest("Parameter 'cache_salt' must not contain '@', '/', '\\' or NUL.", "cache_salt")
+    if not isinstance(salt, str) or not salt:
+        raise Invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    if len(salt) > MAX_SALT_CHARS or not _SALT_FORBIDDEN.isdisjoint(salt):
+        raise Invalid(
+            f"Parameter 'cache_salt' must be at most {MAX_SALT_CHARS} characters and must not contain "
+            r"'@', '/', '\\', or NUL.",
+            "cache_salt",
+        )
 
 
 def check_chat(messages: list[dict[str, Any]], chat_template: str | None) -> None:
-    if not messages:
-        raise BadRequest("messages must not be empty.", "messages")
     if chat_template is not None:
-        raise BadRequest("Chat template is passed with request, but this engine does not trust it.", "chat_template")
-
-
-def _check_max_tokens(value: int | None) -> None:
-    if value is not None and value < 1:
-        raise BadRequest(f"max_tokens must be at least 1, got {value}.", "max_tokens")
-
-
-def _check_logprobs(alternatives: int | None) -> None:
-    if alternatives is not None and not 0 <= alternatives <= logprobs.MOST:
         raise BadRequest(
-            f"Requested sample logprobs of {alternatives}, which is greater than max allowed: {logprobs.MOST}",
+            "Chat template is passed with request, but --trust-request-chat-template is not set. Refused request with "
+            "untrusted chat template."
+        )
+    if not messages:
+        raise BadRequest("Cannot apply chat template to an empty conversation. Provide at least one message.")
+
+
+def check_length(prompt_tokens: int, max_model_len: int, is_text: bool) -> None:
+    """:raises Invalid: the prompt alone is longer than the model's limit. Of one that was given as text (`is_text`)
+    vLLM tokenises no more than it takes to know."""
+    if prompt_tokens <= max_model_len:
+        return
+    told = max_model_len + 1 if is_text else prompt_tokens
+    raise Invalid(
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+        f"{'at least ' if told == max_model_len + 1 else ''}{told} input tokens, which exceeds this limit even without "
+        "any output tokens. Please reduce the length of the input prompt.",
+        "input_tokens",
+        told,
+    )
+
+
+def check_asked(limit: int | None, max_model_len: int, param: str) -> None:
+    """:raises Invalid: more tokens are asked for than the model could ever reach."""
+    if limit is not None and limit > max_model_len:
+        raise Invalid(
+            f"{param}={limit} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens.",
+            param,
+            limit,
+        )
+
+
+def output_limit(asked: int | None, room: int, min_tokens: int) -> int:
+    """How many tokens an answer may have: what was asked for, as far as there is room behind the prompt.
+
+    :raises BadRequest: none, or fewer than it must have."""
+    limit = room if asked is None else min(asked, room)
+    if limit < 1:
+        raise Invalid(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+    if min_tokens > limit:
+        raise BadRequest(f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.")
+    return limit
+
+
+def check_logprobs(alternatives: int | None, vocabulary: int) -> None:
+    """:raises EngineRefuses: they are more than an engine gives; -1 asks for the whole vocabulary."""
+    asked = vocabulary if alternatives == -1 else alternatives or 0
+    if asked > logprobs.MOST:
+        raise EngineRefuses(
+            f"Requested sample logprobs of {asked}, which is greater than max allowed: {logprobs.MOST} "
+            f"(parameter=logprobs, value={asked})",
             "logprobs",
         )
 

@@ -86,6 +86,11 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 
+def has_images(messages: list[dict[str, Any]]) -> bool:
+    contents = (message.get("content") for message in messages)
+    return any(is_image(part) for content in contents if isinstance(content, list) for part in content)
+
+
 def image_names(messages: list[dict[str, Any]]) -> list[str]:
     """What each image is called: what the client calls it (`uuid`), else a digest of where it is.
 

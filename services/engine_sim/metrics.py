@@ -63,14 +63,20 @@ class _CoreCollector(Collector):
         success = CounterMetricFamily(
             "vllm:request_success", "ended requests by reason", labels=(*_LABELS, "finished_reason")
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length"):
             success.add_metric([*self._labels, reason], totals.finished.get(reason, 0))
+        # vLLM counts nobody's going away: the reason is there, and stays at 0.
+        success.add_metric([*self._labels, "abort"], 0)
         yield success
-        # vLLM's info metric carries its whole cache config as labels; these two are what others read.
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "cache config", labels=("block_size", "num_gpu_blocks", "engine")
-        )
-        info.add_metric([str(core.block_size), str(core.pool.capacity + 1), "0"], 1)
+        # vLLM's info metric carries its whole cache config as labels; these are what others read.
+        config = {
+            "block_size": str(core.block_size),
+            "num_gpu_blocks": str(core.pool.capacity + 1),
+            "enable_prefix_caching": "True",
+            "engine": "0",
+        }
+        info = GaugeMetricFamily("vllm:cache_config_info", "cache config", labels=list(config))
+        info.add_metric(list(config.values()), 1)
         yield info
         wrong = CounterMetricFamily("engine_sim_wrong_hits", "blocks reused under a wrong origin", labels=_LABELS)
         wrong.add_metric(self._labels, totals.wrong_hits)

@@ -6,6 +6,7 @@ Owns: routes, response ids, the process's life.   Must not know: blocks, event s
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import signal
 import socket
@@ -23,9 +24,9 @@ from aiohttp.typedefs import Handler
 
 from . import answers, api, calls, vocabulary
 from .answers import Said, Whole
-from .chat import ChatTemplate, image_names
+from .chat import ChatTemplate, has_images, image_names
 from .core import DoesNotFit, EngineCore
-from .events import REPLAY_BATCHES, EventPublisher
+from .events import HIGH_WATER_MARK, REPLAY_BATCHES, EventPublisher
 from .faults import Fault, Faults
 from .lifetimes import WatchedPool
 from .live import Generation, LiveEngine, Scanner
@@ -171,25 +172,34 @@ class EngineServer:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         body = _decoded(api.decode_completion, await http.read())
-        adapter = self._adapter_of(body.model)
         body.check()
-        prompt = body.single_prompt()
-        if isinstance(prompt, str):
-            prompt = await self._encode(prompt, body.add_special_tokens)
+        given = body.single_prompt()
+        adapter = self._adapter_of(body.model)
+        config = self._config
+        api.check_asked(body.token_limit, config.max_model_len, "max_tokens")
+        is_text = isinstance(given, str)
+        prompt = await self._encode(given, body.add_special_tokens) if isinstance(given, str) else given
+        api.check_length(len(prompt), config.max_model_len, is_text)
         answer = answers.Answer(self._asked(http, body, prompt, answers.Answer.id_prefix))
-        return await self._generate(http, body, prompt, body.max_tokens, adapter, answer)
+        return await self._generate(http, body, prompt, body.token_limit, adapter, answer)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         body = _decoded(api.decode_chat, await http.read())
-        adapter = self._adapter_of(body.model)
         body.check()
+        adapter = self._adapter_of(body.model)
         config = self._config
         body.check_parser(config.enable_auto_tool_choice and config.tool_call_parser is not None)
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        api.check_asked(body.token_limit, config.max_model_len, param)
         prompt = body.given_prompt
+        is_text = prompt is None
+        if not config.image_token and has_images(body.messages):
+            raise api.BadRequest(f"{config.served_model_name} is not a multimodal model")
         media: list[Placed] = []
         if prompt is None:
             prompt = await self._encode(await self._render(body), body.add_special_tokens)
             prompt, media = self._with_images(prompt, image_names(body.messages))
+        api.check_length(len(prompt), config.max_model_len, is_text)
         forced = calls.made_up(body.tools, body.choice_of_tool, body.parallel_tool_calls is not False)
         asked = msgspec.structs.replace(
             self._asked(http, body, prompt, answers.ChatAnswer.id_prefix),
@@ -256,13 +266,16 @@ class EngineServer:
         fault = self._faults.next()
         if fault is not None and not fault.after_tokens:
             return _fail(http, fault)
-        requests = [
-            self._request(answer.response_id, body, prompt, max_tokens, adapter, choice, media)
-            for choice in range(body.choices)
-        ]
+        limit = api.output_limit(max_tokens, self._config.max_model_len - len(prompt), body.min_tokens)
         forced = asked.calls if asked is not None else []
+        requests: list[Request] = []
         generations: list[Generation] = []
         try:
+            requests += [
+                self._request(answer.response_id, body, prompt, limit, adapter, choice, media)
+                for choice in range(body.choices)
+            ]
+            api.check_logprobs(body.alternatives, self._texts.size)
             # One by one: those before one that does not fit are aborted, too.
             generations.extend(self.engine.submit(request, _scanner(body, forced)) for request in requests)
             if body.stream:
@@ -270,6 +283,10 @@ class EngineServer:
             return await self._whole(generations, answer)
         except DoesNotFit as error:
             raise api.BadRequest(str(error), "input_tokens") from error
+        except api.EngineRefuses as error:
+            if not body.stream:
+                raise
+            return await _refuse_in_stream(http, error)
         finally:
             for request in requests:
                 if self._tier is not None and isinstance(request.sequence, TokenSequence):
@@ -282,7 +299,7 @@ class EngineServer:
         request_id: str,
         body: api.CompletionRequest | api.ChatRequest,
         prompt: list[int],
-        max_tokens: int | None,
+        max_tokens: int,
         adapter: str | None,
         choice: int,
         media: Sequence[Placed],
@@ -300,13 +317,16 @@ class EngineServer:
                 media=media,
             )
         except (OverflowError, TypeError) as error:
-            raise api.BadRequest("prompt must be a list of token ids.", "prompt") from error
-        if sequence.length and max(sequence.ids) >= self._texts.size:
-            raise api.BadRequest(f"Token id {max(sequence.ids)} is out of vocabulary", "prompt")
+            for index, token in enumerate(prompt):
+                if type(token) is not int or token < 0:
+                    raise api.Malformed("prompt must be a list of token ids.", f"body.prompt.{index}") from error
+            raise api.EngineRefuses(f"Token id {max(prompt)} is out of vocabulary") from error
+        if max(sequence.ids) >= self._texts.size:
+            raise api.EngineRefuses(f"Token id {max(sequence.ids)} is out of vocabulary")
         request = Request(
             request_id,
             sequence,
-            max(1, self._core.longest - sequence.length) if max_tokens is None else max_tokens,
+            max_tokens,
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
             skips_cache=body.prompt_logprobs is not None,
@@ -387,7 +407,9 @@ class EngineServer:
             return None
         if model in self._adapters:
             return model
-        raise api.NotFound(f"The model `{model}` does not exist.", "model")
+        raise api.NotFound(
+            f"The model `{model}` does not exist. Valid aliases: {self._config.served_model_name}.", "model"
+        )
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) > LONG_TEXT_CHARS:
@@ -442,18 +464,20 @@ class EngineServer:
         return web.Response()
 
     async def kv_event_sources(self, http: web.Request) -> web.Response:
-        """Where the events come from, as the engine was told; nothing where there are none."""
+        """How the events are published, by data-parallel rank; nothing where they are not."""
         config = self._config
-        sources = []
+        sources = {}
         if self._publisher is not None:
-            sources.append(
-                {
-                    "data_parallel_rank": 0,
-                    "endpoint": config.kv_events_endpoint,
-                    "replay_endpoint": config.kv_events_replay_endpoint,
-                    "topic": config.kv_events_topic,
-                }
-            )
+            sources["0"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": config.kv_events_endpoint,
+                "replay_endpoint": config.kv_events_replay_endpoint,
+                "buffer_steps": REPLAY_BATCHES,
+                "hwm": HIGH_WATER_MARK,
+                "max_queue_size": HIGH_WATER_MARK,
+                "topic": config.kv_events_topic,
+            }
         return _json(orjson.dumps(sources))
 
     async def metrics(self, http: web.Request) -> web.Response:
@@ -562,6 +586,15 @@ async def _fail_in_stream(
     return response
 
 
+async def _refuse_in_stream(http: web.Request, error: api.EngineRefuses) -> web.StreamResponse:
+    """As vLLM does, whose headers are out by then: HTTP 200, and the error as the only event."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(http)
+    await response.write(b"data: " + error.body() + b"\n\n" + answers.DONE)
+    await response.write_eof()
+    return response
+
+
 def _reset(http: web.Request) -> None:
     """:raises ConnectionResetError: always: there is nobody to write to any more."""
     if http.transport is not None:
@@ -580,7 +613,18 @@ def _decoded(decode: Callable[[bytes], T], body: bytes) -> T:
     try:
         return decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise api.BadRequest(str(error)) from error
+        raise api.Malformed(str(error), _place(str(error), len(body))) from error
+
+
+def _place(sentence: str, length: int) -> str:
+    """Where a body is wrong, in vLLM's form: the field, or the byte."""
+    if missing := re.search(r"missing required field `(\w+)`", sentence):
+        return f"body.{missing[1]}"
+    if field := re.search(r"at `\$\.?([^`]+)`", sentence):
+        return "body." + field[1].replace("[", ".").replace("]", "")
+    if byte := re.search(r"\(byte (\d+)\)", sentence):
+        return f"body.{byte[1]}"
+    return f"body.{length}" if length and "truncated" in sentence else "body"
 
 
 @web.middleware

@@ -17,6 +17,10 @@ GROUP = 0
 """One KV cache group: every layer caches alike."""
 
 
+ATTENTION = "full_attention"
+"""What that group's layers are."""
+
+
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -25,8 +29,9 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[list[tuple[str | int, ...]] | None] | None = None
+    extra_keys: list[list[str | tuple[str, int]] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_defaults=True, gc=False):
@@ -64,13 +69,14 @@ def _stored(stored: Stored, block_size: int, adapters: Mapping[str, int]) -> Blo
     if isinstance(sequence, TokenSequence):
         tokens = sequence.ids[first * block_size : (first + count) * block_size].tolist()
     adapter = request.namespace.adapter
-    every: list[tuple[str | int, ...]] = [] if adapter is None else [("lora", adapter, adapter)]
-    extra: list[list[tuple[str | int, ...]] | None] = [every or None] * count
+    # Hashes are made of tagged values, ("cache_salt", "..."); events tell them bare.
+    every: list[str | tuple[str, int]] = [] if adapter is None else [adapter]
+    extra: list[list[str | tuple[str, int]] | None] = [every or None] * count
     if isinstance(sequence, TokenSequence) and sequence.media:
         for number in range(count):
             extra[number] = [*every, *sequence.media_in((first + number) * block_size)] or None
     if first == 0 and request.namespace.salt is not None:
-        extra[0] = [*(extra[0] or ()), ("cache_salt", request.namespace.salt)]
+        extra[0] = [*(extra[0] or ()), request.namespace.salt]
     return BlockStored(
         block_hashes=stored.keys,
         parent_block_hash=stored.parent,
@@ -81,4 +87,5 @@ def _stored(stored: Stored, block_size: int, adapters: Mapping[str, int]) -> Blo
         lora_name=adapter,
         extra_keys=extra,
         group_idx=GROUP,
+        kv_cache_spec_kind=ATTENTION,
     )

@@ -378,10 +378,9 @@ async def test_the_sources_of_events_are_told(start_engine: StartEngine, tmp_pat
     endpoint = f"ipc://{tmp_path}/events"
     telling = await start_engine(kv_events_endpoint=endpoint, kv_events_topic="kv@w1")
 
-    assert await silent.get("/kv_event_sources") == []
-    assert await telling.get("/kv_event_sources") == [
-        {"data_parallel_rank": 0, "endpoint": endpoint, "replay_endpoint": None, "topic": "kv@w1"}
-    ]
+    assert await silent.get("/kv_event_sources") == {}
+    (told,) = (await telling.get("/kv_event_sources")).values()
+    assert (told["endpoint"], told["replay_endpoint"], told["topic"]) == (endpoint, None, "kv@w1")
 
 
 async def test_lifetimes_of_evicted_blocks_are_told_when_asked(start_engine: StartEngine) -> None:
@@ -705,15 +704,16 @@ async def test_requests_fail_as_they_are_told_to(start_engine: StartEngine) -> N
     ("path", "body", "status", "says"),
     [
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "The model `other` does not exist."),
-        ("/v1/completions", {"prompt": list(range(128))}, 400, "maximum context length is 128 tokens"),
-        ("/v1/completions", {"prompt": [1] * 100, "max_tokens": 29}, 400, "too large: 29"),
+        ("/v1/completions", {"prompt": list(range(129))}, 400, "maximum context length is 128 tokens"),
+        ("/v1/completions", {"prompt": list(range(128))}, 400, "max_tokens must be at least 1, got 0"),
+        ("/v1/completions", {"prompt": [1], "max_tokens": 129}, 400, "max_tokens=129 cannot be greater"),
         ("/v1/completions", {"prompt": [5000]}, 400, "Token id 5000 is out of vocabulary"),
         ("/v1/completions", {"prompt": [-1]}, 400, "token ids"),
         ("/v1/completions", {"prompt": [1, "x"]}, 400, "token ids"),
-        ("/v1/completions", {"prompt": ""}, 400, "at least one prompt token"),
+        ("/v1/completions", {"prompt": ""}, 400, "must be provided and non-empty"),
         ("/v1/completions", {"prompt": "x", "cache_salt": ""}, 400, "cache_salt"),
         ("/v1/completions", {}, 400, "prompt"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": []}, 400, "message"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, "audio"),
         ("/tokenize", {"prompt": "x", "messages": []}, 400, "exactly one"),
     ],
@@ -728,7 +728,10 @@ async def test_errors_have_vllms_shape(
     assert got == status
     assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["code"] == status
-    assert answer["error"]["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
+    if status == 404:
+        assert answer["error"]["type"] == "NotFoundError"
+    else:
+        assert answer["error"]["type"] == ("Bad Request" if says == "token ids" else "BadRequestError")
     assert says in answer["error"]["message"]
 
 
@@ -737,7 +740,35 @@ async def test_a_body_that_is_not_json_is_a_bad_request(start_engine: StartEngin
 
     async with engine.session.post(engine.base + "/v1/completions", data=b"{") as response:
         assert response.status == 400
-        assert (await response.json())["error"]["type"] == "BadRequestError"
+        error = (await response.json())["error"]
+        assert (error["type"], error["param"]) == ("Bad Request", "body.1")
+
+
+async def test_what_only_the_engine_finds_is_told_in_a_stream_that_has_begun(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+
+    events = await engine.stream("/v1/completions", {"prompt": [5000]})
+
+    assert events == [
+        {
+            "error": {
+                "message": "Token id 5000 is out of vocabulary",
+                "type": "BadRequestError",
+                "param": None,
+                "code": 400,
+            }
+        }
+    ]
+    assert (await engine.get("/sim/stats"))["running"] == 0
+
+
+async def test_an_answer_is_as_long_as_there_is_room_behind_its_prompt(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+
+    body = await engine.complete([1] * 100, max_tokens=128)
+
+    assert body["usage"]["completion_tokens"] == 28
+    assert body["choices"][0]["finish_reason"] == "length"
 
 
 async def test_models_are_listed_with_adapters_under_their_parent(start_engine: StartEngine) -> None:
@@ -800,7 +831,7 @@ async def test_events_have_vllms_frames_and_replay_gives_the_same_again(
     assert event["type"] == "BlockStored" and event["medium"] == "GPU" and event["block_size"] == 4
     assert len(event["block_hashes"]) == 5 and event["token_ids"] == [seq, *PROMPT[:19]]
     assert event["parent_block_hash"] is None
-    assert event["extra_keys"] == [[["cache_salt", "pepper"]], None, None, None, None]
+    assert event["extra_keys"] == [["pepper"], None, None, None, None]
     assert await _replay(zmq_context, engine.replay_endpoint, first=sent) == []
 
 

@@ -154,9 +154,8 @@ def test_a_salt_of_128_characters_is_fine() -> None:
     [
         {"best_of": 2},
         {"echo": True},
-        {"logprobs": 21},
+        {"logprobs": -2},
         {"prompt_logprobs": -2},
-        {"max_tokens": 0},
         {"stop": [""]},
         {"min_tokens": -1},
         {"stream_options": {"include_usage": True}},
@@ -172,10 +171,32 @@ def test_what_is_not_simulated_or_out_of_range_is_refused_by_name(field: dict[st
     assert next(iter(field)) in (refused.value.param, *refused.value.message.split())
 
 
+@pytest.mark.parametrize(
+    ("asked", "room", "limit"),
+    [(5, 9, 5), (9, 5, 5), (None, 5, 5)],
+    ids=["what is asked for", "what there is room for", "all there is room for"],
+)
+def test_an_answer_has_its_limit_in_the_request_or_in_the_models_length(
+    asked: int | None, room: int, limit: int
+) -> None:
+    assert api.output_limit(asked, room, 0) == limit
+
+
+@pytest.mark.parametrize(("asked", "room", "least"), [(0, 9, 0), (9, 0, 0), (3, 9, 4)])
+def test_an_answer_of_nothing_or_of_less_than_it_must_have_is_refused(asked: int, room: int, least: int) -> None:
+    with pytest.raises(api.BadRequest, match=r"max_tokens"):
+        api.output_limit(asked, room, least)
+
+
+def test_more_log_probabilities_than_an_engine_gives_are_refused() -> None:
+    api.check_logprobs(20, vocabulary=1000)
+    for asked in (21, -1):
+        with pytest.raises(api.EngineRefuses, match="greater than max allowed: 20"):
+            api.check_logprobs(asked, vocabulary=1000)
+
+
 def test_unknown_and_null_fields_are_ignored() -> None:
-    body = api.decode_completion(
-        b'{"prompt":[1,2],"temperature":0,"nonsense":{},"n":null,"stop":null,"cache_salt":null}'
-    )
+    body = api.decode_completion(b'{"prompt":[1,2],"temperature":0,"nonsense":{},"stop":null,"cache_salt":null}')
 
     body.check()
     assert body.single_prompt() == [1, 2]
@@ -245,12 +266,13 @@ def test_a_stored_event_has_vllms_fields_and_the_salt_raw_in_the_first_block_onl
         "lora_name": None,
         "medium": "GPU",
         "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
     }
     first = {
         "block_hashes": keys,
         "parent_block_hash": None,
         "token_ids": [0, 1, 2, 3],
-        "extra_keys": [[["cache_salt", "pepper"]], None],
+        "extra_keys": [["pepper"], None],
     }
     second = {
         "block_hashes": steps[1].stored[0].keys,
@@ -273,8 +295,9 @@ def test_an_adapter_is_named_in_its_events() -> None:
         "lora_id": 3,
         "lora_name": "tuned",
         "medium": "GPU",
-        "extra_keys": [[("lora", "tuned", "tuned")], [("lora", "tuned", "tuned")]],
+        "extra_keys": [["tuned"], ["tuned"]],
         "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
     }
 
 
