@@ -58,6 +58,8 @@ class Narrow(VllmCluster):
             'model_revision = "sha256:of-the-same-weights"\nprofile = "instant"\ntool_parser = "hermes"\n'
             f'[models.{MODEL}.adapters.french]\nrevision = "sha256:f"\n'
             f'[models.{MODEL}.adapters.legal]\nrevision = "sha256:l"\nengine_name = "lora-legal"\n'
+            # What tests find must be what they have asked for.
+            "[placement]\nrewarm_share = 0.0\ncopies_max = 0\n"
         )
 
     def start(self) -> None:
