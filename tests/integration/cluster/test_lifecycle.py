@@ -304,7 +304,7 @@ def test_ctrl_c_ends_a_start_at_once(tmp_path: Path, command: str) -> None:
 def test_the_end_takes_every_process_along(tmp_path: Path, way: str) -> None:
     with Cluster(tmp_path, "--workers", "1") as cluster:
         pids = list(cluster.file.processes.values())
-        assert len(pids) == 8
+        assert len(pids) == 9
 
         if way == "down":
             assert prefixbus("down", state=cluster.state).returncode == 0
