@@ -39,6 +39,8 @@ UNREACHABLE_FOR_S = 15.0
 RETRY_EVERY_S = 0.25
 # Frames that come this long after their request's cancel are a sign that it was lost.
 CANCEL_AGAIN_S = 1.0
+# Silence is not believed before sockets were read once more.
+LATE_S = 0.05
 # The server is asked for a sign of life this often.
 PING_S = 0.25
 # Cancelled requests whose end has not been heard yet; the oldest are given up.
@@ -493,8 +495,14 @@ class _Stream:
         """:raises TimeoutError: nothing came in this time."""
         if not self._waiting:
             self._news.clear()
-            async with asyncio.timeout(max(wait_s, 0)):
-                await self._news.wait()
+            try:
+                async with asyncio.timeout(max(wait_s, 0)):
+                    await self._news.wait()
+            except TimeoutError:
+                # A process that was not run for that long is told the time before it reads what came meanwhile.
+                await asyncio.sleep(LATE_S)
+                if not self._waiting:
+                    raise
         heard = self._waiting.popleft()
         if isinstance(heard, Msg):
             self._room_bytes += len(heard.data) + FRAME_OVERHEAD_BYTES

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -205,3 +206,20 @@ async def test_a_cancel_that_was_swallowed_is_sent_again_while_frames_still_come
         await eventually(lambda: len(cancels) > 1 and not client._cancelled_at, "its end is heard")
 
     assert set(cancels) == {"pb.v1.cancel.demo.r1"}
+
+
+async def test_a_client_that_did_not_run_for_a_while_takes_nothing_for_silence(server: NatsServer) -> None:
+    """Its timers are due before it has read what came meanwhile."""
+    tokenizer = await server.bus("tokenizer")
+
+    async def answer(message: Msg) -> None:
+        await tokenizer.publish(message.reply, b'{"choices":[]}', headers={"Pb-Seq": "0", "Pb-Attempt": "1"})
+        await tokenizer.flush()
+        asyncio.get_running_loop().call_soon(time.sleep, 0.4)
+        await tokenizer.publish(message.reply, headers={"Pb-Final": "1", "Pb-Seq": "1"})
+
+    await tokenizer.subscribe("pb.v1.infer.>", answer, queue="tokenizer")
+    async with await Client.connect(server.url, tenant="demo", token=server.demo.token) as client:
+        frames = [frame async for frame in client.stream("smollm2", BODY, resend_after_s=0.3)]
+
+    assert len(frames) == 1
