@@ -538,7 +538,9 @@ class Bus:
                 task.cancel()
         with contextlib.suppress(nats.errors.Error, ConnectionError, TimeoutError):
             await self._nc.flush(timeout=1)
-        await self._nc.close()
+        # Of a connection that the server has dropped in this instant nats-py lets the loss through; it is closed then.
+        with contextlib.suppress(ConnectionError):
+            await self._nc.close()
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else "cut off"

@@ -10,7 +10,7 @@ from support.vllm import BLOCK
 from prefixbus.bus.connection import Bus
 from prefixbus.client import Client
 
-from .narrow import HITS, TEST_TIMEOUT_S, Narrow, answered, reusable
+from .narrow import DEADLINE_S, HITS, TEST_TIMEOUT_S, Narrow, answered, reusable
 
 pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
 
@@ -141,6 +141,8 @@ async def test_after_evictions_what_is_left_is_predicted(
     for body in (first, second, third):
         assert (await answered(narrow_client, narrow_operator, body))[0].cached_tokens == 0
     story = await narrow.in_step()
+    # What a dispatch announced is predicted until that has run out, evicted or not.
+    await narrow.settles(DEADLINE_S)
 
     answer, outcome = await answered(narrow_client, narrow_operator, first)
 

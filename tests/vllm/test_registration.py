@@ -31,6 +31,8 @@ WRONG_FLAGS = (
     "--kv-events-config",
     '{"enable_kv_cache_events": false}',
 )
+# A process that starts, asks an engine, and waits for the bus.
+JOIN_S = 60.0
 KEY = secrets.token_hex(16)
 
 
@@ -140,7 +142,10 @@ async def test_a_bridge_waits_for_a_wrong_engine_and_says_why(
     log = tmp_path / "log"
 
     with worker(cluster, log, strangers.wrong, "--name", "wrong"):
-        await eventually(lambda: "not serving: The engine keeps no prefixes" in log.read_text(), "the reason", 60.0)
+        try:
+            await eventually(lambda: "not serving: The engine keeps no prefixes" in log.read_text(), "", JOIN_S)
+        except AssertionError:
+            raise AssertionError(f"it does not say why: {log.read_text()[-2000:]}") from None
 
     assert "registered" not in log.read_text()
 

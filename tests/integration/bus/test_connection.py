@@ -297,6 +297,25 @@ async def test_a_client_that_nats_py_closed_for_good_is_made_anew_with_its_subsc
     await eventually(lambda: heard == [b"after"], "the subscription lives on")
 
 
+async def test_a_connection_that_the_server_just_dropped_is_closed_all_the_same(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that reads its config again drops those whom it knows otherwise now, whatever they are doing."""
+    router = await server.bus("router")
+    transport = router.client._transport
+    assert transport is not None
+
+    # The socket is lost in the middle of closing: writing what was waiting fails, and nats-py lets that through.
+    async def drain() -> None:
+        transport.close()
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(transport, "drain", drain)
+
+    await router.close()
+    assert not router.connected
+
+
 async def test_a_new_client_whose_subscriptions_fail_is_given_up_and_tried_again(server: NatsServer) -> None:
     router, bridge = await server.bus("router"), await server.bus("worker_bridge", "w1")
     heard: list[bytes] = []
