@@ -302,14 +302,21 @@ async def test_a_connection_that_the_server_just_dropped_is_closed_all_the_same(
 ) -> None:
     """A server that reads its config again drops those whom it knows otherwise now, whatever they are doing."""
     router = await server.bus("router")
-    transport = router.client._transport
+    client = router.client
+    transport = client._transport
     assert transport is not None
 
-    # The socket is lost in the middle of closing: writing what was waiting fails, and nats-py lets that through.
+    # The socket is lost in the middle of closing: something still waits to be written, and nats-py lets its failure
+    # through.
+    async def flush(timeout: float) -> None:
+        client._pending, client._pending_data_size = [b"PING\r\n"], 6
+        raise nats.errors.ConnectionReconnectingError
+
     async def drain() -> None:
         transport.close()
         raise ConnectionResetError("Connection lost")
 
+    monkeypatch.setattr(client, "flush", flush)
     monkeypatch.setattr(transport, "drain", drain)
 
     await router.close()
