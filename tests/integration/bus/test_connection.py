@@ -308,7 +308,7 @@ async def test_a_connection_that_the_server_just_dropped_is_closed_all_the_same(
 
     # The socket is lost in the middle of closing: something still waits to be written, and nats-py lets its failure
     # through.
-    async def flush(timeout: float) -> None:
+    async def flush(**_: float) -> None:
         client._pending, client._pending_data_size = [b"PING\r\n"], 6
         raise nats.errors.ConnectionReconnectingError
 
