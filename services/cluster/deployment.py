@@ -35,7 +35,7 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_PORT = 4222
 SCALABLE = ("tokenizer", "directory", "router", "auditor", "gateway")
 READY_WITHIN_S = 60.0
-_SIMULATED_KV_TOKENS = 1_048_576
+SIMULATED_KV_TOKENS = 1_048_576
 _STOP_PATIENCE_S = 25.0
 _POLL_S = 0.05
 # How long a start may take before it is said what it waits for.
@@ -480,7 +480,7 @@ class Deployment:
             return self._vllm_command(self._options.vllm, worker, engine)
         name = self._options.model
         config = self._config_of_model()
-        kv_tokens = self._options.kv_tokens or _SIMULATED_KV_TOKENS
+        kv_tokens = self._options.kv_tokens or SIMULATED_KV_TOKENS
         arguments = {
             "model-dir": str((self._directory / config.tokenizer).resolve()),
             "served-model-name": name,

@@ -71,7 +71,7 @@ async def test_the_lab_decides_as_a_live_cluster_does(tmp_path: Path) -> None:
         )
         for one in live
     ]
-    setup = Setup(workers=4, failures=(ABSENT,), kv_tokens=deployment.Options().kv_tokens)
+    setup = Setup(workers=4, failures=(ABSENT,), kv_tokens=deployment.SIMULATED_KV_TOKENS)
     lab = run(setup, Workload(arrivals, live[0].block_size))
 
     pairs = list(zip(live, outcomes, lab.served, strict=True))

@@ -41,6 +41,7 @@ SERVICES = {
     "directory": "directory",
     "worker_bridge": "bridge",
     "auditor": "audit",
+    "gateway": "gateway",
 }
 ENVIRON = {
     "PREFIXBUS_BRIDGE__POOL": POOL,
