@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from prefixbus.engine_vllm import flags
 
 from . import models
 from .cluster import Cluster, total_of
+from .ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -194,10 +194,3 @@ def metrics_of(url: str) -> dict[str, float]:
 def metric_of(url: str, name: str, **labels: str) -> float:
     """The sum over all series of this name that have these labels."""
     return total_of(metrics_of(url), name, **labels)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from support import models
 from support.likeness import BLOCK, TOPIC, Side, alike, completion, differences, in_stream, unlisted
+from support.ports import free_port
 from support.processes import spawned
-from support.vllm import MODEL, VllmEngine, free_port
+from support.vllm import MODEL, VllmEngine
 
 CHAT: dict[str, Any] = {
     "model": "smollm2",

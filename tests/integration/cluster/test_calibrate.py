@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from support import models
+from support.ports import free_port
 from support.processes import spawned
 
 from prefixbus.bus import config
-from prefixbus.cluster import deployment, state
+from prefixbus.cluster import state
 from prefixbus.engine_sim.profile import PRESETS
 from prefixbus.router.choice import prior_of
 from prefixbus.router.cost import prefill_ms
@@ -38,7 +39,7 @@ def directory(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def engine(*flags: str, profile: str = "h100-8b", served: str = MODEL) -> Iterator[str]:
-    url = f"http://127.0.0.1:{deployment.free_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
     command = [
         *(sys.executable, "-m", "prefixbus.engine_sim", "--model-dir", str(models.tiny())),
         *("--served-model-name", served, "--port", url.rsplit(":", 1)[1], "--profile", profile),
@@ -164,7 +165,7 @@ def test_a_busy_engine_is_left_alone_unless_one_insists(directory: Path) -> None
 def test_what_is_no_engine_is_said_to_be_none(
     directory: Path, tmp_path: Path, case: str, metrics: bytes | None, says: str
 ) -> None:
-    port = deployment.free_port()
+    port = free_port()
     files = tmp_path / "www"
     (files / "v1").mkdir(parents=True)
     (files / "v1" / "models").write_text(json.dumps({"data": [{"id": MODEL}]}))

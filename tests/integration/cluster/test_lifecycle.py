@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.cluster import TEST_TIMEOUT_S, Cluster, ask, chat
 from support.nats import eventually
+from support.ports import free_port
 from support.processes import spawned
 
 from prefixbus.cluster import deployment
@@ -237,7 +238,7 @@ async def test_one_more_copy_of_a_service_shares_the_work_and_leaves_in_order(ru
 
 
 async def test_one_more_worker_joins_a_running_cluster(running: Cluster) -> None:
-    ports = [deployment.free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     place = deployment.Engine(
         url=f"http://127.0.0.1:{ports[0]}",
         events=f"tcp://127.0.0.1:{ports[1]}",

@@ -16,6 +16,7 @@ import pytest
 from nats.aio.msg import Msg
 from support.cluster import Answer, Cluster, ask, chat
 from support.nats import eventually
+from support.ports import free_port
 from support.processes import spawned
 
 from prefixbus.bus import messages, subjects
@@ -43,7 +44,7 @@ def running(tmp_path: Path) -> Iterator[Cluster]:
 @contextlib.contextmanager
 def worker(at: Cluster, name: str) -> Iterator[tuple[int, str]]:
     """An engine and its bridge beside the cluster, by the config of now; the bridge's pid, and the engine's address."""
-    ports = [deployment.free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     place = deployment.Engine(
         url=f"http://127.0.0.1:{ports[0]}",
         events=f"tcp://127.0.0.1:{ports[1]}",

@@ -12,6 +12,7 @@ import msgspec
 import orjson
 from nats.aio.msg import Msg
 from support.nats import NatsServer, RunningCallout, eventually
+from support.ports import free_port
 
 from prefixbus.bus import config, frames, subjects
 from prefixbus.bus.clock import RealClock
@@ -19,7 +20,6 @@ from prefixbus.bus.config import GatewaySection, LimitsSection, ModelSection, Na
 from prefixbus.bus.connection import Bus
 from prefixbus.bus.errors import PrefixbusError
 from prefixbus.bus.runtime import Runtime
-from prefixbus.cluster.deployment import free_port
 from prefixbus.gateway import service
 
 MODEL = "tiny"

@@ -19,6 +19,7 @@ import nats
 import pytest
 from support.cluster import MODEL, TEST_TIMEOUT_S, Answer, Cluster, ask, chat, total_of
 from support.nats import eventually
+from support.ports import free_port
 from support.processes import spawned
 
 from prefixbus.bus import labels
@@ -329,7 +330,7 @@ async def test_more_requests_make_no_more_series(watched: Cluster) -> None:
 async def test_a_scrape_counts_every_block_that_an_engine_evicted(watched: Cluster) -> None:
     """Of one that has room for a prompt or two, beside two that have room for all."""
     blocks = 64
-    ports = [deployment.free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     place = deployment.Engine(
         url=f"http://127.0.0.1:{ports[0]}",
         events=f"tcp://127.0.0.1:{ports[1]}",

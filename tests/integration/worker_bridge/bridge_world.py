@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from array import array
@@ -22,6 +21,7 @@ from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry
 from support import models
 from support.nats import NatsServer, eventually
+from support.ports import free_port
 
 from prefixbus.bus import config, identity, messages, namespace, revision, secretfile, subjects
 from prefixbus.bus.clock import Clock, RealClock
@@ -36,13 +36,6 @@ MODEL = "org/tiny"
 BLOCK = 8
 WORKER = "w1"
 DEADLINE_S = 10.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class EngineProcess:

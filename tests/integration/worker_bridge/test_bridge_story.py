@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from support.nats import eventually
 
 from prefixbus.bus.messages import KvDump, KvEvents, Stored
@@ -60,6 +61,7 @@ async def test_blocks_of_requests_past_the_bridge_are_counted_and_told_to_nobody
         assert told_blocks(here) == 4
 
 
+@pytest.mark.timeout(150)
 async def test_a_bridge_that_goes_in_the_middle_of_streams_and_comes_back_misses_no_block(tmp_path: Path) -> None:
     async with world(tmp_path, engine={"num_gpu_blocks": "60"}) as here:
         strangers = asyncio.create_task(keep_busy(here))
@@ -86,7 +88,8 @@ async def has_begun(at: World, tokens: list[int], incarnation: int) -> None:
     job = at.job(tokens, params={"max_tokens": 200})
     answer = await at.listen(job)
     await at.send(at.dispatch(job, incarnation=incarnation))
-    await eventually(lambda: len(answer.chunks) > 2, "the answer has begun")
+    # Behind what others asked of an engine that they keep busy.
+    await eventually(lambda: len(answer.chunks) > 2, "the answer has begun", 30.0)
 
 
 async def keep_busy(at: World) -> None:
