@@ -141,6 +141,19 @@ class World:
         await eventually(lambda: self.metric("in_hand") == 0, "nothing is in hand", deadline_s)
 
 
+def whole_after(go_on: asyncio.Event) -> Callable[[Asked], Awaitable[None]]:
+    """A script that shows signs of life until it is told to go on, and answers then."""
+
+    async def waits(asked: Asked) -> None:
+        while not go_on.is_set():
+            asked.keep_alive()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(go_on.wait(), 0.05)
+        asked.whole()
+
+    return waits
+
+
 def chat(**more: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **more}
 

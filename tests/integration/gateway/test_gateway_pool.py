@@ -9,7 +9,7 @@ from support.nats import eventually
 
 from prefixbus.gateway import pool
 
-from .gateway_world import Asked, World, chat
+from .gateway_world import World, chat, whole_after
 
 
 async def post(session: aiohttp.ClientSession, world: World, key: str) -> tuple[int, str]:
@@ -85,14 +85,7 @@ async def test_a_flood_of_wrong_keys_leaves_those_with_right_ones_as_they_were(w
 
 async def test_requests_of_one_key_share_a_connection(world: World) -> None:
     go_on = asyncio.Event()
-
-    async def waits(asked: Asked) -> None:
-        while not go_on.is_set():
-            asked.keep_alive()
-            await asyncio.sleep(0.05)
-        asked.whole()
-
-    world.script = waits
+    world.script = whole_after(go_on)
     async with world.session() as session:
         running = [asyncio.create_task(post(session, world, world.key)) for _ in range(20)]
         await eventually(lambda: len(world.asked) == 20, "all are asked")
@@ -104,14 +97,7 @@ async def test_requests_of_one_key_share_a_connection(world: World) -> None:
 @pytest.mark.parametrize("world", [{"max_requests_per_key": 2}], indirect=True)
 async def test_more_requests_than_a_key_may_have_are_told_to_come_again(world: World) -> None:
     go_on = asyncio.Event()
-
-    async def waits(asked: Asked) -> None:
-        while not go_on.is_set():
-            asked.keep_alive()
-            await asyncio.sleep(0.05)
-        asked.whole()
-
-    world.script = waits
+    world.script = whole_after(go_on)
     async with world.session() as session:
         running = [asyncio.create_task(post(session, world, world.key)) for _ in range(2)]
         await eventually(lambda: len(world.asked) == 2, "two are asked")
@@ -171,14 +157,7 @@ async def test_without_a_callout_nobodys_key_is_called_wrong(world: World) -> No
 async def test_one_tenant_does_not_take_all_the_room_there_is(world: World) -> None:
     """A quarter of it is one tenant's."""
     go_on = asyncio.Event()
-
-    async def waits(asked: Asked) -> None:
-        while not go_on.is_set():
-            asked.keep_alive()
-            await asyncio.sleep(0.05)
-        asked.whole()
-
-    world.script = waits
+    world.script = whole_after(go_on)
     labels = [f"acme.l{number}.{world.server.token('acme', label=f'l{number}')}" for number in range(3)]
     async with world.session() as session:
         running = [asyncio.create_task(post(session, world, key)) for key in labels[:2]]
