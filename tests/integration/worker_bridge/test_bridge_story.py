@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from support.nats import eventually
 
 from prefixbus.bus.messages import KvDump, KvEvents, Stored
@@ -61,21 +60,22 @@ async def test_blocks_of_requests_past_the_bridge_are_counted_and_told_to_nobody
         assert told_blocks(here) == 4
 
 
-@pytest.mark.timeout(150)
 async def test_a_bridge_that_goes_in_the_middle_of_streams_and_comes_back_misses_no_block(tmp_path: Path) -> None:
-    async with world(tmp_path, engine={"num_gpu_blocks": "60"}) as here:
+    # As slow as a GPU: an answer of an instant engine may be whole in two frames, and there is no middle then.
+    async with world(tmp_path, engine={"num_gpu_blocks": "60", "profile": "h100-8b"}) as here:
+        async with here.bridge() as bridge:
+            await here.until_serving(bridge)
+            last = bridge.life.incarnation
         strangers = asyncio.create_task(keep_busy(here))
-        try:
-            last = 0
-            for life in range(3):
-                async with here.bridge() as bridge:
-                    await here.until_serving(bridge, after=last)
-                    last = bridge.life.incarnation
-                    await has_begun(here, prompt(life, 3 * BLOCK), last)
-                    # The bridge goes here, and nobody waits for anything.
-        finally:
-            strangers.cancel()
-            await asyncio.gather(strangers, return_exceptions=True)
+        for life in range(3):
+            async with here.bridge() as bridge:
+                await here.until_serving(bridge, after=last)
+                last = bridge.life.incarnation
+                await has_begun(here, prompt(life, 3 * BLOCK), last)
+                # The bridge goes here, and nobody waits for anything.
+        assert not strangers.done(), "the engine was kept busy all the time"
+        strangers.cancel()
+        await asyncio.gather(strangers, return_exceptions=True)
 
         async with here.bridge() as bridge:
             await here.until_serving(bridge, after=last)
@@ -88,8 +88,7 @@ async def has_begun(at: World, tokens: list[int], incarnation: int) -> None:
     job = at.job(tokens, params={"max_tokens": 200})
     answer = await at.listen(job)
     await at.send(at.dispatch(job, incarnation=incarnation))
-    # Behind what others asked of an engine that they keep busy.
-    await eventually(lambda: len(answer.chunks) > 2, "the answer has begun", 30.0)
+    await eventually(lambda: len(answer.chunks) > 2, "the answer has begun")
 
 
 async def keep_busy(at: World) -> None:
