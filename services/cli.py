@@ -265,7 +265,8 @@ async def _serve(
                 _say(f"tokens were shown when they were made; a new one for tenant demo: {replace}")
                 _export_url(running.nats_url)
             _say("Ctrl-C stops everything.")
-            await stop.wait()
+            # Whoever waited for `stop` here would be cancelled again while it stops the processes in order.
+            await asyncio.get_running_loop().create_future()
 
     try:
         await _unless(stop, work())

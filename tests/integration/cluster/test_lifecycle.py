@@ -314,6 +314,7 @@ def test_the_end_takes_every_process_along(tmp_path: Path, way: str) -> None:
 
         assert cluster.process.wait(timeout=60) == 0
     assert not [pid for pid in pids if is_running(pid)]
+    assert not list((cluster.state / "run").iterdir()), "a service was killed, not stopped"
     assert not (cluster.state / "cluster.json").exists()
     assert prefixbus("status", state=cluster.state).returncode == 1
 
