@@ -492,7 +492,7 @@ class Deployment:
             "profile": config.profile,
             "kv-events-endpoint": engine.events,
             "kv-events-replay-endpoint": engine.replay,
-            "kv-events-topic": f"kv@{worker}",
+            "kv-events-topic": _topic(worker, engine),
             "model-revision": config.model_revision,
         }
         flags = [text for name, value in arguments.items() for text in (f"--{name}", value)]
@@ -516,7 +516,7 @@ class Deployment:
             max_model_len=config.max_model_len,
             events=engine.events,
             replay=engine.replay,
-            topic=f"kv@{worker}",
+            topic=_topic(worker, engine),
             kv_blocks=self._options.kv_tokens // config.block_size,
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
@@ -549,6 +549,11 @@ class Deployment:
 
     def _command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "prefixbus", *arguments, "--state", str(self._directory), "--nats", self.nats_url]
+
+
+def _topic(worker: str, engine: Engine) -> str:
+    """What an engine marks its events with: no other of this machine does, whatever deployment it is of."""
+    return f"kv@{worker}@{engine.url.rsplit(':', 1)[1]}"
 
 
 async def not_ready_because(session: aiohttp.ClientSession, file: RunFile) -> str:

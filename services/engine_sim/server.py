@@ -473,7 +473,7 @@ class EngineServer:
                 "publisher": "zmq",
                 "endpoint": config.kv_events_endpoint,
                 "replay_endpoint": config.kv_events_replay_endpoint,
-                "buffer_steps": REPLAY_BATCHES,
+                "buffer_steps": config.kv_events_buffer_steps,
                 "hwm": HIGH_WATER_MARK,
                 "max_queue_size": HIGH_WATER_MARK,
                 "topic": config.kv_events_topic,

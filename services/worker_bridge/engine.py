@@ -144,6 +144,7 @@ class _Source(msgspec.Struct):
     publisher: str = "zmq"
     endpoint: str = ""
     replay_endpoint: str | None = None
+    topic: str | None = None
 
 
 class _Reset(msgspec.Struct):
@@ -375,7 +376,7 @@ def _event_sources(body: bytes) -> list[EventSource] | None:
     if sources is None:
         return None
     return [
-        EventSource(each.endpoint, each.replay_endpoint)
+        EventSource(each.endpoint, each.replay_endpoint, each.topic)
         for each in sources.values()
         if each.enable_kv_cache_events and each.publisher == "zmq"
     ]

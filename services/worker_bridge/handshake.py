@@ -19,7 +19,7 @@ import msgspec
 
 from ..bus.errors import EngineFailed, WorkerRefused
 from .engine import Engine, Generation
-from .misfits import misfits, no_events, shortcomings, wrong_block_size
+from .misfits import foreign_events, misfits, no_events, shortcomings, wrong_block_size
 
 _PATIENCE_S = 30.0
 _EVENTS_WITHIN_S = 5.0
@@ -36,12 +36,14 @@ _FIRST_ID, _IDS = 5, 100
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What the engine said of itself, 0 for what it did not say; `shortcomings` are sentences, see misfits."""
+    """What the engine said of itself, 0 for what it did not say; `shortcomings` are sentences, see misfits. `topic` is
+    what it marks its events with, None if it did not say."""
 
     version: str
     max_model_len: int
     kv_tokens: int
     shortcomings: list[str]
+    topic: str | None = None
 
 
 class EventsSeen(Protocol):
@@ -53,6 +55,11 @@ class EventsSeen(Protocol):
     @property
     def engine_block_size(self) -> int:
         """Of the last stored block; 0 before any."""
+        ...
+
+    @property
+    def foreign_topics(self) -> tuple[str, str] | None:
+        """What another engine's batches were marked with, and what the engine marks its own with; None: none came."""
         ...
 
 
@@ -83,7 +90,14 @@ async def examine(
             if found:
                 raise WorkerRefused(" ".join(each.sentence() for each in found))
             await _probe_other_tiers(engine, block_size, max_model_len, one_time_salt)
-            return EngineFacts(settings.version, max_model_len, settings.kv_blocks * block_size, shortcomings(settings))
+            sources = settings.event_sources
+            return EngineFacts(
+                version=settings.version,
+                max_model_len=max_model_len,
+                kv_tokens=settings.kv_blocks * block_size,
+                shortcomings=shortcomings(settings),
+                topic=sources[0].topic if sources else None,
+            )
     except TimeoutError as exc:
         raise EngineFailed("The engine does not answer.") from exc
 
@@ -187,6 +201,7 @@ async def _await_events(events: EventsSeen, before: int, block_size: int) -> Non
             break
         await asyncio.sleep(_POLL_S)
     if events.batches == before:
-        raise no_events()
+        foreign = events.foreign_topics
+        raise no_events() if foreign is None else foreign_events(*foreign)
     if events.engine_block_size != block_size:
         raise wrong_block_size(events.engine_block_size, block_size)

@@ -106,6 +106,8 @@ class Life:
         self.engine_block_size = 0
         self.event_lag_s = 0.0
         self.unknown_events = 0
+        self.foreign_batches = 0
+        self.foreign_topics: tuple[str, str] | None = None
         self._rt = rt
         self._engine = engine
         self._index = index
@@ -167,6 +169,7 @@ class Life:
         )
         wanted = self._rt.config.models[record.model].max_model_len
         self._max_model_len = facts.max_model_len
+        self.events.engine_says(facts.topic)
         lacks = list(facts.shortcomings)
         if 0 < facts.max_model_len < wanted:
             lacks.append(
@@ -256,6 +259,7 @@ class Life:
     def began(self) -> None:
         self._index.restart()
         self.engine_block_size = 0
+        self.foreign_topics = None
 
     def heard(self, batch: Batch) -> None:
         self.batches += 1
@@ -274,6 +278,15 @@ class Life:
     def missed(self) -> None:
         self._rt.log.warning("events of the engine are lost: what it holds is known in part")
         self._feed.add(self._index.lose_story())
+
+    def overheard(self, topic: str) -> None:
+        if not self.foreign_batches:
+            # Once in a bridge's life is enough for its log.
+            self._rt.log.warning(
+                "another engine publishes to this bridge, under the topic %r: it is passed over", topic
+            )
+        self.foreign_batches += 1
+        self.foreign_topics = topic, (self.events.topic or b"").decode("utf-8", "replace")
 
     def ended(self) -> None:
         self._caught_up = asyncio.Event()

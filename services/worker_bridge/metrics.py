@@ -44,6 +44,7 @@ COUNTERS = {
     "engine_event_gaps": "Gaps in the engine's events.",
     "engine_batches": "Event batches heard.",
     "engine_events_unknown": "Events of unknown kinds.",
+    "foreign_batches": "Event batches under another topic than the engine's: other engines', passed over.",
     "blocks_malformed": "Stored blocks that could not be read.",
     "blocks_of_unknown_parents": "Stored blocks whose parent is unknown.",
     "blocks_of_other_tiers": "Block events of other tiers.",

@@ -21,10 +21,11 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """Where an engine publishes its KV events."""
+    """Where an engine publishes its KV events, and what it marks them with (None: it does not say)."""
 
     endpoint: str = ""
     replay_endpoint: str | None = None
+    topic: str | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +99,13 @@ def wrong_block_size(engines: int, ours: int) -> WorkerRefused:
     return WorkerRefused(
         f"The engine's blocks have {engines} tokens, the config says {ours}.",
         remedy="Start it with --block-size, or correct block_size.",
+    )
+
+
+def foreign_events(theirs: str, ours: str) -> WorkerRefused:
+    return WorkerRefused(
+        f"The engine's events do not come, and those of another do: their topic is {theirs!r}, the engine's {ours!r}.",
+        remedy="Give each engine addresses of its own for events and replay, and its bridge the same.",
     )
 
 

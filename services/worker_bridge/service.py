@@ -490,6 +490,7 @@ class Bridge:
                 "engine_event_gaps": lambda: life.events.gaps,
                 "engine_batches": lambda: life.batches,
                 "engine_events_unknown": lambda: life.unknown_events,
+                "foreign_batches": lambda: life.foreign_batches,
                 "blocks_malformed": lambda: unused.malformed,
                 "blocks_of_unknown_parents": lambda: unused.unknown_parent,
                 "blocks_of_other_tiers": lambda: unused.other_tier,

@@ -7,6 +7,9 @@ a new session begins. Sockets are made anew with each, so that nothing an old en
 
 The engine never waits for us: what we are too slow for it drops, and replay brings it back.
 
+Whoever is told our address can publish to it, another deployment's engine by mistake. Batches are told apart by their
+topic, once it is known what the engine's is; those of others are passed over.
+
 Owns: sockets and their order.   Must not know: what events mean.
 Source: facts/vllm.md, "KV events over ZMQ" (who binds, the replay protocol, REQ would see only the first reply)."""
 
@@ -64,6 +67,9 @@ class Listener(Protocol):
     def missed(self) -> None:
         """Events are lost for good: what is known may be gone, and what is held may be unknown."""
 
+    def overheard(self, topic: str) -> None:
+        """A batch of another engine came; nothing of it is told."""
+
     def ended(self) -> None:
         """The engine is gone, or another one has taken its place."""
 
@@ -78,15 +84,26 @@ class VllmEvents:
         self.sessions = 0
         self.failure = "not connected"
         """Why there is no story now; empty while there is one."""
+        self.topic: bytes | None = None
+        """What the engine marks its batches with; None: nobody knows, and all are taken for its."""
+        self._session: _Session | None = None
 
     def __repr__(self) -> str:
         return f"<VllmEvents {self._endpoints.live} {self.failure or 'connected'}, {self.sessions} sessions>"
+
+    def engine_says(self, topic: str | None) -> None:
+        """Its topic. What others' batches made of a story that they are in is told anew without them."""
+        said = None if topic is None else topic.encode()
+        is_another = self.topic not in (None, said)
+        self.topic = said
+        if self._session is not None and (is_another or (said is not None and self._session.topics - {said})):
+            self._session.end()
 
     async def run(self) -> None:
         context = zmq.asyncio.Context()
         try:
             while True:
-                session = _Session(context, self._endpoints, self._listener, self)
+                session = self._session = _Session(context, self._endpoints, self._listener, self)
                 try:
                     await session.run()
                 except zmq.ZMQError as exc:
@@ -110,6 +127,9 @@ class _Session:
         self._order = EventOrder()
         self._told = 0
         self._began = False
+        self._scope: anyio.CancelScope | None = None
+        self.topics: set[bytes] = set()
+        """Of the batches that were told before the engine's own topic was known."""
         self._replay_socket: zmq.asyncio.Socket | None = None
         self._live = context.socket(zmq.SUB)
         self._live.linger = 0
@@ -130,8 +150,14 @@ class _Session:
         self._began = True
         self._listener.began()
         async with anyio.create_task_group() as group:
+            self._scope = group.cancel_scope
             group.start_soon(self._end_on_disconnect, group.cancel_scope)
             await self._tell(group.cancel_scope)
+
+    def end(self) -> None:
+        """Another one begins."""
+        if self._scope is not None:
+            self._scope.cancel()
 
     def close(self) -> None:
         if self._began:
@@ -160,7 +186,7 @@ class _Session:
                 await self._replay()
                 continue
             frames = await self._live.recv_multipart()
-            if len(frames) != 3 or len(frames[1]) != 8:
+            if len(frames) != 3 or len(frames[1]) != 8 or not self._is_engines(frames[0]):
                 continue
             seq = int.from_bytes(frames[1], "big")
             turn = self._order.live(seq)
@@ -178,6 +204,15 @@ class _Session:
             if turn is Turn.LATE:
                 continue
             await self._hear(frames[2])
+
+    def _is_engines(self, topic: bytes) -> bool:
+        if self._story.topic is None:
+            self.topics.add(topic)
+            return True
+        if topic != self._story.topic:
+            self._listener.overheard(topic.decode("utf-8", "replace"))
+            return False
+        return True
 
     async def _hear(self, payload: bytes) -> None:
         try:
@@ -219,6 +254,8 @@ class _Session:
                 continue
             if frames[-2] == _END_OF_REPLAY:
                 return hole
+            if not self._is_engines(frames[-3]):
+                continue
             seq = int.from_bytes(frames[-2], "big")
             turn = self._order.replayed(seq)
             if turn is Turn.GAP and may_skip and not hole:

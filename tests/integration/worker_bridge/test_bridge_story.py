@@ -1,23 +1,27 @@
 """What the engine did without us, and what we missed: counted, and never told as something else."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from support.nats import eventually
+from support.ports import free_port
 
 from prefixbus.bus.messages import KvDump, KvEvents, Stored
 from prefixbus.worker_bridge.service import Bridge
 
-from .bridge_world import BLOCK, MODEL, World, prompt, world
+from .bridge_world import BLOCK, MODEL, EngineProcess, World, prompt, world
 
 
-async def bypass(at: World, tokens: list[int], **params: Any) -> int:
+async def bypass(at: World | EngineProcess, tokens: list[int], **params: Any) -> int:
     """Asks the engine itself, as somebody who knows its address might; how much came from cache."""
+    engine = at.engine if isinstance(at, World) else at
     body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "ignore_eos": True, **params}
     async with aiohttp.ClientSession() as session:
-        async with session.post(f"{at.engine.url}/v1/completions", json=body) as response:
+        async with session.post(f"{engine.url}/v1/completions", json=body) as response:
             found: int = (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
             return found
 
@@ -130,3 +134,77 @@ async def test_a_story_of_which_the_engine_kept_too_little_is_incomplete_and_say
             assert here.metric("prefixbus_bridge_story_complete") == 1
             await here.ask(here.job(prompt(1, 3 * BLOCK + 1)), incarnation=load.incarnation)
             await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+
+
+# --- two deployments that chose one port ---
+
+
+@contextlib.asynccontextmanager
+async def stranger(at: World, directory: Path) -> AsyncIterator[EngineProcess]:
+    """Another deployment's engine, which publishes to this one's bridge."""
+    other = EngineProcess(directory)
+    other.events = at.engine.events
+    await other.start(kv_events_topic="kv@w1@of-another")
+    try:
+        yield other
+    finally:
+        await other.stop()
+
+
+async def is_overheard(at: World, other: EngineProcess, batches: int = 3) -> None:
+    """Returns when so many more of its batches have come here."""
+    name = "prefixbus_bridge_foreign_batches_total"
+    wanted = at.metric(name) + batches
+    seeds = iter(range(50, 10_000))
+
+    async def heard() -> bool:
+        # Until it is connected what it publishes goes nowhere; until it serves it publishes nothing.
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            await bypass(other, prompt(next(seeds), 2 * BLOCK))
+        return at.metric(name) >= wanted
+
+    await eventually(heard, "another engine's batches")
+
+
+async def test_another_engine_that_publishes_to_the_same_address_is_passed_over(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, here.serving() as bridge:
+        incarnation = bridge.life.incarnation
+        async with stranger(here, tmp_path) as other:
+            await is_overheard(here, other)
+
+            job = here.job(prompt(1, 3 * BLOCK + 1))
+            await here.ask(job)
+            await is_overheard(here, other)
+
+            await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+            await all_is_accounted_for(here, bridge)
+            assert bridge.life.incarnation == incarnation
+            assert here.metric("prefixbus_bridge_engine_event_gaps_total") == 0
+
+
+async def test_a_story_that_another_engine_has_begun_is_told_anew_by_the_engines_own_batches(tmp_path: Path) -> None:
+    """The bridge hears the other one before it knows what its own marks its batches with."""
+    async with world(tmp_path) as here, stranger(here, tmp_path) as other:
+        async with here.bridge() as bridge:
+            busy = asyncio.create_task(is_overheard(here, other, 10))
+            await here.until_serving(bridge)
+            await busy
+
+            await here.ask(here.job(prompt(1, 3 * BLOCK + 1)))
+
+            await eventually(lambda: bridge.index.held_keys == 3, "three blocks in the index")
+            await all_is_accounted_for(here, bridge)
+
+
+async def test_an_engine_in_whose_place_another_publishes_is_told_so(tmp_path: Path) -> None:
+    elsewhere = f"tcp://127.0.0.1:{free_port()}"
+    async with world(tmp_path, engine={"kv_events_endpoint": elsewhere}) as here, here.bridge() as bridge:
+        async with stranger(here, tmp_path) as other:
+            busy = asyncio.create_task(is_overheard(here, other, 10_000))
+            try:
+                await eventually(lambda: "and those of another do" in bridge.life.why_not, "it says why", 30.0)
+            finally:
+                busy.cancel()
+
+            assert "'kv@w1@of-another', the engine's 'kv@w1'" in bridge.life.why_not
+            assert bridge.life.incarnation == 0
