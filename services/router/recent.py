@@ -18,8 +18,9 @@ from .holdings import moved
 
 # Longer than a look-up may take, and than a directory takes to hear of a dispatch.
 REMEMBER_S = 0.25
-# A directory that answered before this had passed may not have heard of a dispatch made before it was asked.
-ON_THE_WAY_S = 0.02
+# A directory may not have heard of a dispatch made so shortly before it was asked: on a machine whose cores are all in
+# use, it is tens of ms behind, and siblings told that nobody holds anything would each be computed.
+ON_THE_WAY_S = 0.1
 REMEMBER_MAX = 4096
 MAX_ALIKE = 64
 

@@ -37,6 +37,15 @@ def test_a_sibling_that_was_dispatched_meanwhile_counts_as_held_and_announced() 
     assert known.announced == {"w1": 3}
 
 
+def test_a_directory_that_is_behind_by_what_a_busy_machine_costs_does_not_scatter_siblings() -> None:
+    recent = Recent()
+    recent.note("r1", 1, NS, chain(1, 2, 3), "w1", 10.0)
+
+    known = recent.complete(NOBODY, NS, chain(1, 2, 3, 4), asked_at=10.06, now=10.07)
+
+    assert known.announced == {"w1": 3}
+
+
 def test_only_what_they_share_counts() -> None:
     recent = Recent()
     recent.note("r1", 1, NS, chain(1, 2, 3), "w1", 10.0)
