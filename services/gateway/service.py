@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -25,9 +25,10 @@ from aiohttp import web
 from ..bus import subjects, tls
 from ..bus.config import Config, asked_name
 from ..bus.errors import BadRequest, HeadersTooLarge, InvalidJson, PrefixbusError, TooLarge, UnknownModel
+from ..bus.frames import completion_id
 from ..bus.runtime import DRAIN_S, Runtime
 from ..client import Client, Frame
-from . import answers, faults, keys
+from . import answers, faults, keys, lanes, prompts
 from .answers import Whole
 from .metrics import GatewayMetrics
 from .pool import Pool
@@ -38,8 +39,11 @@ SERVED = ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models",
 # Below this, or below `/scopes/<scope>`, with which a request is one of that permission scope.
 _SCOPED = "/scopes/{scope}"
 _SECRET_BYTES = 32
-# Ids on the bus have 64 characters at most; a caller's own makes the beginning of one.
-_LABEL_CHARS = 44
+# Ids on the bus have 64 characters at most; a caller's own makes the beginning of one. What follows it (16 digits and
+# the number of a prompt) stays within the 60 that are kept when an answer goes on elsewhere (client.py).
+_LABEL_CHARS = 40
+# Of one request that are asked at once. Each of them is a request like any other, to its key's limit as to the bus.
+_PROMPTS_AT_ONCE = 16
 # Answers in progress when the process is told to end have a little less than the process itself.
 _SHUTDOWN_S = DRAIN_S - 2.0
 _GONE = 499
@@ -60,6 +64,8 @@ _ID = web.RequestKey("id", str)
 _AT = web.RequestKey("at", float)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# A body and the number of its prompt: the frames of its answer.
+Ask = Callable[[dict[str, Any], int], AsyncGenerator[Frame, None]]
 
 
 class Gateway:
@@ -154,23 +160,18 @@ class Gateway:
         scope = http.match_info.get("scope", "")
         if scope:
             subjects.token(scope, "scope")
-        async with self._client_of(http) as client:
+        async with contextlib.AsyncExitStack() as held:
+            client = await held.enter_async_context(self._client_of(http))
             body = await self._body(http, is_chat=is_chat)
             options = body.pop("stream_options", None)
             include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
             is_streamed = body.pop("stream", None) is True
             body["stream_options"] = {"include_usage": True}
-            frames = client.stream(
-                str(body["model"]),
-                body,
-                request_id=http[_ID],
-                scope=scope,
-                deadline_s=self._deadline_s(http),
-                prefix_class=http.headers.get(subjects.HEADER_PREFIX_CLASS, ""),
-                traceparent=http.headers.get(subjects.HEADER_TRACEPARENT, ""),
-                resume=True,
-                buffer_bytes=self._settings.buffer_bytes,
-            )
+            bodies = [body] if is_chat else prompts.bodies(body)
+            for _ in bodies[1:_PROMPTS_AT_ONCE]:
+                await held.enter_async_context(self._client_of(http))
+            ask = self._asking(http, client, scope)
+            frames = ask(body, 0) if len(bodies) == 1 else self._several(http, bodies, ask)
             try:
                 async with contextlib.aclosing(frames):
                     if is_streamed:
@@ -179,6 +180,47 @@ class Gateway:
             except orjson.JSONEncodeError as exc:
                 # What orjson reads may be deeper than what it writes.
                 raise BadRequest("Values are nested too deeply.", field="body") from exc
+
+    def _asking(self, http: web.Request, client: Client, scope: str) -> Ask:
+        """:raises BadRequest: the caller's deadline is none."""
+        deadline_at = self._rt.clock.now() + self._deadline_s(http)
+
+        def ask(body: dict[str, Any], number: int) -> AsyncGenerator[Frame, None]:
+            return client.stream(
+                str(body["model"]),
+                body,
+                request_id=prompts.id_of(http[_ID], number),
+                scope=scope,
+                deadline_s=deadline_at - self._rt.clock.now(),
+                prefix_class=http.headers.get(subjects.HEADER_PREFIX_CLASS, ""),
+                traceparent=http.headers.get(subjects.HEADER_TRACEPARENT, ""),
+                resume=True,
+                buffer_bytes=self._settings.buffer_bytes,
+            )
+
+        return ask
+
+    async def _several(self, http: web.Request, bodies: list[dict[str, Any]], ask: Ask) -> AsyncGenerator[Frame, None]:
+        """The answers to several prompts as one. Its headers say nothing: each prompt has a decision of its own."""
+
+        async def numbered(number: int, body: dict[str, Any]) -> AsyncGenerator[tuple[int, Frame], None]:
+            try:
+                async with contextlib.aclosing(ask(body, number)) as frames:
+                    async for frame in frames:
+                        yield number, frame
+            except PrefixbusError as exc:
+                raise prompts.of_prompt(exc, number) from exc
+
+        whole = prompts.Several(bodies, completion_id("completions", http[_ID]))
+        seq = 0
+        streams = (numbered(number, body) for number, body in enumerate(bodies))
+        async with contextlib.aclosing(lanes.together(streams, min(len(bodies), _PROMPTS_AT_ONCE))) as together:
+            async for number, frame in together:
+                chunk = frame.chunk if frame.seq is None else whole.taken(number, frame.chunk)
+                if chunk is not None:
+                    yield Frame(None if frame.seq is None else seq, frame.attempt, chunk)
+                    seq += frame.seq is not None
+        yield Frame(seq, 1, whole.last())
 
     async def _body(self, http: web.Request, *, is_chat: bool) -> dict[str, Any]:
         """:raises InvalidJson, BadRequest: it is no request of this endpoint; the rest is checked by the tokenizer."""
