@@ -233,6 +233,9 @@ class GatewaySection(Section, frozen=True):
     # body are those of [limits].
     read_timeout_s: _PositiveMs = 30.0
     write_timeout_s: _PositiveMs = 60.0
+    # A connection on which no request has begun for that long, whether it sends nothing or its headers by and by, is
+    # closed. Longer than proxies keep theirs (60 s), so that they close them, and never while they use one.
+    keep_alive_s: _PositiveMs = 75.0
     # A stream whose first token is not there by then gets its headers, and comments: proxies often give up after 60 s.
     # Until then an error has its HTTP status; after it, it is an event in the stream.
     headers_after_s: _PositiveMs = 15.0

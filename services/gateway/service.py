@@ -12,6 +12,7 @@ Owns: the endpoints.   Must not know: how answers come about, which keys there a
 
 import asyncio
 import contextlib
+import functools
 import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -20,7 +21,7 @@ from typing import Any
 
 import anyio
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ..bus import subjects, tls
 from ..bus.config import Config, asked_name
@@ -30,6 +31,7 @@ from ..bus.runtime import DRAIN_S, Runtime
 from ..client import Client, Frame
 from . import answers, faults, keys, lanes, prompts
 from .answers import Whole
+from .connections import SERVER_NAME, Connection
 from .metrics import GatewayMetrics
 from .pool import Pool
 
@@ -89,11 +91,12 @@ class Gateway:
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._edge], client_max_size=self._rt.config.limits.max_body_bytes)
         for base in ("/v1", f"{_SCOPED}/v1"):
-            app.router.add_post(f"{base}/chat/completions", self.chat)
-            app.router.add_post(f"{base}/completions", self.completions)
+            app.router.add_post(f"{base}/chat/completions", self.chat, expect_handler=_when_read)
+            app.router.add_post(f"{base}/completions", self.completions, expect_handler=_when_read)
             app.router.add_get(f"{base}/models", self.models)
             app.router.add_get(base + "/models/{model:.+}", self.model)
         app.router.add_get("/health", self.health)
+        app.on_response_prepare.append(_signed)
         return app
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
@@ -150,11 +153,15 @@ class Gateway:
             answer = _fault(PrefixbusError())
         if not answer.prepared:
             answer.headers["X-Request-Id"] = http[_ID]
+        await self._written(http, answer, answer.write_eof)
         return answer
 
     def _client_of(self, http: web.Request) -> AbstractAsyncContextManager[Client]:
-        """:raises InvalidKey: there is no key; entering it raises what `Pool.client` does."""
-        return self._pool.client(keys.parse(http.headers.get("Authorization", "")))
+        """:raises InvalidKey: there is no key, or more than one: who checked another one before would be deceived.
+
+        Entering it raises what `Pool.client` does."""
+        said = http.headers.getall("Authorization", [])
+        return self._pool.client(keys.parse(said[0] if len(said) == 1 else ""))
 
     async def _infer(self, http: web.Request, *, is_chat: bool) -> web.StreamResponse:
         scope = http.match_info.get("scope", "")
@@ -229,9 +236,15 @@ class Gateway:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(self._settings.read_timeout_s):
+                if http.headers.get("Expect", "").lower() == "100-continue" and http.version == HttpVersion11:
+                    await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    # Of the answer nothing was sent.
+                    http.writer.output_size = 0
                 data = await http.read()
         except TimeoutError:
             raise faults.TooSlow from None
+        except web.RequestPayloadError as exc:
+            raise BadRequest("cannot be decoded.", field="body", remedy="Look at Content-Encoding.") from exc
         try:
             body = orjson.loads(data)
         except orjson.JSONDecodeError as exc:
@@ -302,12 +315,18 @@ class Gateway:
         return response
 
     async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """:raises ConnectionError: as `_written`."""
+        await self._written(http, response, functools.partial(response.write, data))
+
+    async def _written(
+        self, http: web.Request, response: web.StreamResponse, write: Callable[[], Awaitable[None]]
+    ) -> None:
         """:raises ConnectionError: the client is gone, or has not read for too long."""
         try:
             async with asyncio.timeout(self._settings.write_timeout_s):
                 if not response.prepared:
                     await response.prepare(http)
-                await response.write(data)
+                await write()
         except TimeoutError:
             if http.transport is not None:
                 http.transport.abort()
@@ -317,6 +336,15 @@ class Gateway:
         """Counts the first chunk; what its headers say that the caller may know, as headers of ours."""
         self._metrics.first_seconds.labels(_endpoint(http)).observe(self._rt.clock.now() - http[_AT])
         return {name: frame.headers[name] for name in _TOLD if name in frame.headers}
+
+
+async def _when_read(http: web.Request) -> None:
+    """A body is asked for when it is about to be read (`Gateway._body`): a stranger is told so without it."""
+
+
+async def _signed(http: web.Request, response: web.StreamResponse) -> None:
+    """aiohttp would tell its version, and Python's."""
+    response.headers["Server"] = SERVER_NAME
 
 
 def models_of(config: Config, created_at: int) -> dict[str, dict[str, Any]]:
@@ -399,17 +427,36 @@ async def run(rt: Runtime) -> None:
         )
         await runner.setup()
         try:
-            await _site(rt, runner).start()
-            rt.log.info("serving on %s:%d", settings.host, settings.port)
-            rt.ready()
-            await rt.stopping.wait()
+            listening = await _listening(rt, runner, metrics)
+            try:
+                rt.log.info("serving on %s:%d", settings.host, settings.port)
+                rt.ready()
+                await rt.stopping.wait()
+            finally:
+                listening.close()
         finally:
             await runner.cleanup()
             pool.close()
 
 
-def _site(rt: Runtime, runner: web.AppRunner) -> web.TCPSite:
-    settings = rt.config.gateway
-    context = tls.server_context(rt.config.tls, rt.state)
-    # Copies share the port, and the kernel gives each of them connections.
-    return web.TCPSite(runner, settings.host, settings.port, ssl_context=context, reuse_port=True, backlog=1024)
+async def _listening(rt: Runtime, runner: web.AppRunner, metrics: GatewayMetrics) -> asyncio.Server:
+    settings, server = rt.config.gateway, runner.server
+    assert server is not None
+
+    def connection() -> Connection:
+        return Connection(
+            server,
+            keep_alive_s=settings.keep_alive_s,
+            write_timeout_s=settings.write_timeout_s,
+            on_fault=lambda status: metrics.requests.labels("other", str(status)).inc(),
+        )
+
+    return await asyncio.get_running_loop().create_server(
+        connection,
+        settings.host,
+        settings.port,
+        ssl=tls.server_context(rt.config.tls, rt.state),
+        # Copies share the port, and the kernel gives each of them connections.
+        reuse_port=True,
+        backlog=1024,
+    )
