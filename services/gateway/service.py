@@ -170,10 +170,9 @@ class Gateway:
         async with contextlib.AsyncExitStack() as held:
             client = await held.enter_async_context(self._client_of(http))
             body = await self._body(http, is_chat=is_chat)
-            options = body.pop("stream_options", None)
-            include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
             is_streamed = body.pop("stream", None) is True
-            body["stream_options"] = {"include_usage": True}
+            options = _stream_options(body.get("stream_options"), is_streamed)
+            body["stream_options"] = {**options, "include_usage": True}
             bodies = [body] if is_chat else prompts.bodies(body)
             for _ in bodies[1:_PROMPTS_AT_ONCE]:
                 await held.enter_async_context(self._client_of(http))
@@ -182,7 +181,7 @@ class Gateway:
             try:
                 async with contextlib.aclosing(frames):
                     if is_streamed:
-                        return await self._stream(http, frames, include_usage=include_usage)
+                        return await self._stream(http, frames, include_usage=options.get("include_usage") is True)
                     return await self._whole(http, frames, is_chat=is_chat)
             except orjson.JSONEncodeError as exc:
                 # What orjson reads may be deeper than what it writes.
@@ -253,7 +252,7 @@ class Gateway:
             raise InvalidJson("is no object.", field="body", remedy="Send one JSON object.")
         if not isinstance(body.get("model"), str) or not body["model"]:
             raise BadRequest("is missing.", field="model", remedy="Name a model of /v1/models.")
-        if body.get("stream") not in (None, True, False):
+        if not isinstance(body.get("stream"), bool | None):
             raise BadRequest("is no boolean.", field="stream", remedy="Set it to true or false.")
         needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         if body.get(needed) is None:
@@ -345,6 +344,17 @@ async def _when_read(http: web.Request) -> None:
 async def _signed(http: web.Request, response: web.StreamResponse) -> None:
     """aiohttp would tell its version, and Python's."""
     response.headers["Server"] = SERVER_NAME
+
+
+def _stream_options(given: Any, is_streamed: bool) -> dict[str, Any]:
+    """:raises BadRequest: they are none, or there is no stream; what else is in them is checked by the tokenizer."""
+    if given is None:
+        return {}
+    if not is_streamed:
+        raise BadRequest("needs stream: true.", field="stream_options", remedy="Set it, or leave this out.")
+    if not isinstance(given, dict) or not isinstance(given.get("include_usage"), bool | None):
+        raise BadRequest("is no options object.", field="stream_options", remedy='Use {"include_usage": true}.')
+    return given
 
 
 def models_of(config: Config, created_at: int) -> dict[str, dict[str, Any]]:

@@ -58,7 +58,9 @@ MAX_DEADLINE_AHEAD_S = 7 * 24 * 3600.0
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
-# Set to anything but null, false, 0 or empty, these would change the answer, and the engine would not see them.
+# Set to anything but null, false, 0 or empty, these would change the answer, and the engine would not see them; of some
+# 0 or empty means what is usual, not nothing.
+_ON_THOUGH_EMPTY = {"prompt_logprobs", "web_search_options"}
 _REFUSED = {
     "audio": "Ask for text.",
     "chat_template": "The model's own template is used.",
@@ -399,7 +401,7 @@ def _kind(value: Any) -> str:
 
 def _refuse(tree: dict[str, Any]) -> None:
     for name in _REFUSED.keys() & tree.keys():
-        if tree[name]:
+        if tree[name] or (name in _ON_THOUGH_EMPTY and tree[name] is not None and tree[name] is not False):
             raise Unsupported("is not supported.", field=name, remedy=_REFUSED[name] or "Leave it out.")
     if tree.get("best_of") not in (None, 1, tree.get("n")):
         raise Unsupported("is not supported.", field="best_of", remedy="Use n.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from support.cluster import MODEL, Cluster
 
@@ -169,6 +169,7 @@ async def test_the_client_is_told_the_requests_id(openai: AsyncOpenAI) -> None:
             "messages",
         ),
         ({"audio": {"voice": "x", "format": "mp3"}}, openai.BadRequestError, "unsupported", "audio"),
+        ({"web_search_options": {}}, openai.BadRequestError, "unsupported", "web_search_options"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -187,6 +188,15 @@ async def test_an_error_is_the_clients_own_class_with_code_and_field(
 
     assert (raised.value.code, raised.value.param) == (code, param)
     assert raised.value.request_id
+
+
+async def test_usage_in_every_chunk_is_refused_by_name(openai: AsyncOpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+
+    with pytest.raises(BadRequestError) as raised:
+        await openai.chat.completions.create(model=MODEL, messages=QUESTION, stream=True, stream_options=options)
+
+    assert (raised.value.code, raised.value.param) == ("unsupported", "stream_options.continuous_usage_stats")
 
 
 @pytest.mark.parametrize("key", ["demo.wrong", "nobody.wrong", "wrong", "demo.other.wrong"])

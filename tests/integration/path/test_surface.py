@@ -152,6 +152,8 @@ async def test_choices_log_probabilities_and_formats_pass(plain: Nats) -> None:
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"web_search_options": {}}, "web_search_options"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
