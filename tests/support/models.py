@@ -64,6 +64,27 @@ CHATML_WITH_IMAGES = CHATML_WITH_PARTS.replace(
     "{{- part['text'] }}", "{{- '<image>' if part['type'] == 'image' else part['text'] }}"
 )
 
+# A prompt ends within the thoughts; images are parts.
+CHATML_THAT_THINKS = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}{%- else %}
+{%- for part in message['content'] %}{{- '<image>' if part['type'] == 'image' else part['text'] }}{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
+"""
+# What SmolLM2 has and nobody uses, and what a model that thinks and sees (an Idefics3) calls these.
+_SEERS_TOKENS = {
+    "<repo_name>": "<global-img>",
+    "<reponame>": "<end_of_utterance>",
+    "<file_sep>": "<image>",
+    "<filename>": "<fake_token_around_image>",
+    "<gh_stars>": "<think>",
+    "<issue_start>": "</think>",
+}
+
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CORPUS = (
     "The quick brown fox jumps over the lazy dog. A tokenizer cuts a text into tokens, and tokens into numbers.",
@@ -95,6 +116,23 @@ def smollm2() -> Path:
 def smollm2_with_tools() -> Path:
     """The same tokens under CHATML_WITH_TOOLS."""
     return with_template(smollm2(), "smollm2-tools", CHATML_WITH_TOOLS)
+
+
+@functools.cache
+def seer() -> Path:
+    """SmolLM2's vocabulary with words for thoughts and images, under CHATML_THAT_THINKS."""
+    directory = with_template(smollm2(), "seer", CHATML_THAT_THINKS)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    for token in content["added_tokens"]:
+        name = _SEERS_TOKENS.get(token["content"])
+        if name is not None:
+            vocabulary[name] = vocabulary.pop(token["content"])
+            # As models have it: the end of thoughts is text, and can be looked for there.
+            token.update(content=name, special="think" not in name)
+    path.write_text(json.dumps(content))
+    return directory
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -30,14 +31,28 @@ MAX_MODEL_LEN = 4096
 
 @functools.cache
 def tiny_weights() -> Path:
-    """Made once and kept beside vLLM."""
+    """Of a Llama that says nothing. Made once and kept beside vLLM."""
+    return _made("tiny_weights.py", "tiny")
+
+
+@functools.cache
+def seers_weights() -> Path:
+    """Of an Idefics3 that says as little, for the tokenizer of `models.seer`. Made once and kept beside vLLM."""
+    return _made("tiny_seer.py", "seer", models.seer())
+
+
+def _made(script_name: str, name: str, *sources: Path) -> Path:
+    """The directory that this script writes from these."""
     assert PYTHON.exists(), f"there is no {PYTHON}: make vllm"
-    script = Path(__file__).with_name("tiny_weights.py")
-    stamp = f"{script.stat().st_mtime_ns:x}"
-    directory = PYTHON.parent.parent / "models" / f"tiny-{stamp}"
+    script = Path(__file__).with_name(script_name)
+    made_from = hashlib.sha256(script.read_bytes())
+    for source in sources:
+        for file in sorted(source.iterdir()):
+            made_from.update(file.read_bytes())
+    directory = PYTHON.parent.parent / "models" / f"{name}-{made_from.hexdigest()[:16]}"
     if not directory.exists():
         scratch = directory.with_name(f".{directory.name}-{os.getpid()}")
-        subprocess.run([PYTHON, script, scratch], check=True, capture_output=True)
+        subprocess.run([PYTHON, script, scratch, *sources], check=True, capture_output=True)
         with contextlib.suppress(OSError):
             scratch.replace(directory)
         shutil.rmtree(scratch, ignore_errors=True)

@@ -10,6 +10,7 @@ from prefixbus.bus.connection import Bus
 from prefixbus.client import Client
 
 from .narrow import Narrow
+from .seers import WithSeer
 
 HERE = Path(__file__).parent
 # A test's own limit: prefill of the tiny model is fast, and the machine may be doing other things.
@@ -28,8 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
-    """`prefixbus up` with two engines; tests leave it idle, and share its caches: ask what no other test asks."""
-    with VllmCluster(tmp_path_factory.mktemp("vllm"), "--workers", "2") as running:
+    """`prefixbus up` with two engines, and a config for more that may join; tests leave it idle, and share its caches:
+    ask what no other test asks."""
+    with WithSeer(tmp_path_factory.mktemp("vllm"), "--workers", "2") as running:
         yield running
 
 

@@ -2,10 +2,7 @@
 `prefixbus worker` brings into a running cluster."""
 
 import contextlib
-import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +19,8 @@ from prefixbus.worker_bridge.engine import VllmHttp
 from prefixbus.worker_bridge.handshake import EngineFacts, examine
 from prefixbus.worker_bridge.misfits import shortcomings
 
+from .seers import worker
+
 # Starting two engines beside the cluster's counts for the first test.
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,8 +30,6 @@ WRONG_FLAGS = (
     "--kv-events-config",
     '{"enable_kv_cache_events": false}',
 )
-# A process that starts, asks an engine, and waits for the bus.
-JOIN_S = 60.0
 KEY = secrets.token_hex(16)
 
 
@@ -124,42 +121,25 @@ async def test_without_dev_endpoints_it_is_said_that_nothing_can_be_reset(strang
     assert "/reset_prefix_cache" in sentence and "VLLM_SERVER_DEV_MODE=1" in sentence
 
 
-@contextlib.contextmanager
-def worker(cluster: VllmCluster, log: Path, engine: VllmEngine, *more: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "prefixbus", "worker", "--state", str(cluster.state), "--engine-url", engine.url]
-    command += ["--kv-events", engine.events, "--replay", engine.replay, "--model", MODEL, *more]
-    with open(log, "wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=os.environ) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
 async def test_a_bridge_waits_for_a_wrong_engine_and_says_why(
     strangers: Strangers, cluster: VllmCluster, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
+    with worker(cluster, tmp_path / "log", strangers.wrong, "--name", "wrong") as joined:
+        await joined.says("not serving: The engine keeps no prefixes")
 
-    with worker(cluster, log, strangers.wrong, "--name", "wrong"):
-        try:
-            await eventually(lambda: "not serving: The engine keeps no prefixes" in log.read_text(), "", JOIN_S)
-        except AssertionError:
-            raise AssertionError(f"it does not say why: {log.read_text()[-2000:]}") from None
-
-    assert "registered" not in log.read_text()
+    assert "registered" not in joined.said
 
 
 async def test_a_vllm_that_runs_already_joins_and_serves(
     strangers: Strangers, cluster: VllmCluster, operator: Bus, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
     record = f"$KV.{subjects.BUCKET_WORKERS}.joined"
     served = "vllm:request_success_total"
     text = " ".join(secrets.token_hex(3) for _ in range(100))
 
-    with worker(cluster, log, strangers.right, "--name", "joined", "--engine-key-file", str(strangers.key_file)):
-        await eventually(lambda: '"registered"' in log.read_text(), "it registers", 60.0)
+    key = ("--engine-key-file", str(strangers.key_file))
+    with worker(cluster, tmp_path / "log", strangers.right, "--name", "joined", *key) as joined:
+        await joined.says('"registered"')
         registered = await operator.jetstream.get_last_msg("KV_WORKERS", record)
         before = strangers.right.metric(served)
         async with await cluster.client() as client:
@@ -173,7 +153,7 @@ async def test_a_vllm_that_runs_already_joins_and_serves(
     assert registered.data is not None
     assert b'"engine_version":"0.32.0"' in registered.data and b'"model_revision":"sha256:' in registered.data
     assert b'"lacks":[]' in registered.data
-    assert KEY not in log.read_text()
+    assert KEY not in joined.said
 
 
 async def test_an_engines_cache_is_emptied_through_its_bridge(cluster: VllmCluster, operator: Bus) -> None:

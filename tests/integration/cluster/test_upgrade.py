@@ -11,17 +11,17 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
-from support.cluster import Answer, Cluster, ask, chat
+from support.cluster import Cluster, chat
+from support.load import Load
 from support.nats import eventually
 from support.ports import free_port
 from support.processes import spawned
 
 from prefixbus.bus import messages, subjects
-from prefixbus.bus.errors import PrefixbusError
-from prefixbus.client import Client
 from prefixbus.cluster import deployment, state
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,36 +59,8 @@ def worker(at: Cluster, name: str) -> Iterator[tuple[int, str]]:
         yield process.pid, place.url
 
 
-class Load:
-    """Clients that ask all the time; every answer is kept, and the first error ends it."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.answers: list[Answer] = []
-        self.failed: list[PrefixbusError] = []
-        self._stopping = False
-
-    async def run(self) -> None:
-        number = 0
-        while not self._stopping:
-            number += 1
-            bodies = [chat(f"Question {number} of {which}?", system=SYSTEM, max_tokens=8) for which in range(4)]
-            try:
-                self.answers += await asyncio.gather(*(ask(self._client, body) for body in bodies))
-            except PrefixbusError as exc:
-                self.failed.append(exc)
-                return
-
-    def stop(self) -> None:
-        self._stopping = True
-
-    async def goes_on(self, stage: str, answers: int = 12) -> None:
-        """So many more answers have come since."""
-        wanted = len(self.answers) + answers
-        await eventually(
-            lambda: bool(self.failed) or len(self.answers) >= wanted, f"{answers} more answers {stage}", READY_S
-        )
-        assert not self.failed, f"a request failed {stage}: {self.failed}"
+def questions(number: int) -> list[dict[str, Any]]:
+    return [chat(f"Question {number} of {which}?", system=SYSTEM, max_tokens=8) for which in range(4)]
 
 
 async def test_a_new_revision_takes_over_and_no_request_fails_and_no_hit_crosses(running: Cluster) -> None:
@@ -101,7 +73,7 @@ async def test_a_new_revision_takes_over_and_no_request_fails_and_no_hit_crosses
     try:
         await operator.follow(subjects.STREAM_JOURNAL, "pb.v1.outcome.*.*", hear, start="all")
         async with await running.client() as client:
-            load = Load(client)
+            load = Load(client, questions)
             asking = asyncio.create_task(load.run())
             try:
                 await take_over(running, load)
