@@ -3,7 +3,8 @@
     {"error": {"message", "type", "param", "code"}}
 
 `code` is the error's own, which never changes, but where OpenAI's clients know another word for the same. `param` is
-the field that the sentence begins with. The `type` follows from the status.
+the field that the sentence begins with. The `type` follows from the status. Of a bus or a worker that is out of reach
+nothing more is said than that: their addresses are the operator's, who finds them in the logs.
 
 Owns: that translation.   Must not know: HTTP servers.
 Source: OpenAI API reference, "Error codes"; openai-python `_base_client.py` (`x-should-retry`, `retry-after`)."""
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from ..bus.errors import PrefixbusError
+from ..bus.errors import BusUnavailable, PrefixbusError, WorkerLost
 
 # OpenAI's words, which clients look for.
 _CODES = {"unknown_model": "model_not_found", "context_too_long": "context_length_exceeded"}
@@ -50,7 +51,7 @@ class TooSlow(PrefixbusError):
 
 def fault(error: PrefixbusError) -> dict[str, object]:
     """The body's object."""
-    sentence = error.sentence()
+    sentence = (type(error)() if isinstance(error, BusUnavailable | WorkerLost) else error).sentence()
     field = _FIELD.match(sentence) if error.status < 500 else None
     return {
         "error": {

@@ -188,6 +188,22 @@ async def test_a_server_that_restarts_costs_nobody_a_request(world: World) -> No
             assert time.monotonic() < give_up_at
 
 
+# nats-py leaves a connection open that a server refused while it was coming back.
+@pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")
+async def test_a_stranger_learns_nothing_of_a_bus_that_is_away(world: World) -> None:
+    world.server.kill()
+    async with (
+        world.session() as session,
+        session.get(f"{world.api}/models", headers={"Authorization": "Bearer acme.any"}) as got,
+    ):
+        said = await got.text()
+    world.server.start_again()
+
+    assert got.status == 503
+    assert '"code":"bus_unavailable"' in said
+    assert "127.0.0.1" not in said and "nats" not in said.lower()
+
+
 async def test_without_a_callout_nobodys_key_is_called_wrong(world: World) -> None:
     await world.callout.stop()
 

@@ -28,7 +28,7 @@ from prefixbus.gateway.keys import InvalidKey
         (InvalidKey(), "authentication_error", "invalid_api_key", None),
         (errors.BusPermissionDenied(), "permission_error", "permission_denied", None),
         (errors.Overloaded(), "server_error", "overloaded", None),
-        (errors.WorkerLost("stream: is lost"), "server_error", "worker_lost", None),
+        (errors.EngineFailed("stream: is lost"), "server_error", "engine_failed", None),
     ],
 )
 def test_an_error_has_its_type_code_and_field(
@@ -37,6 +37,15 @@ def test_an_error_has_its_type_code_and_field(
     said = faults.fault(error)["error"]
 
     assert said == {"message": error.sentence(), "type": kind, "param": param, "code": code}
+
+
+@pytest.mark.parametrize("kind", [errors.BusUnavailable, errors.WorkerLost])
+def test_what_is_out_of_reach_is_not_said_to_be_anywhere(kind: type[errors.PrefixbusError]) -> None:
+    error = kind("cannot connect to nats://10.0.0.1:4222: refused.", remedy="Look there.")
+
+    said = faults.fault(error)["error"]
+
+    assert said == {"message": kind().sentence(), "type": "server_error", "param": None, "code": kind.code}
 
 
 def test_no_two_errors_have_one_code_over_http() -> None:
