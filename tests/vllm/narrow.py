@@ -28,6 +28,7 @@ ADAPTERS = ("french", "legal")
 MAX_MODEL_LEN = 4096
 # vLLM keeps one for itself.
 KV_BLOCKS = MAX_MODEL_LEN // BLOCK + 2
+STEP_TOKENS = 1024
 HITS = "vllm:prefix_cache_hits_total"
 # For what takes milliseconds on a machine that does nothing else; and for a whole test, which takes seconds there.
 DEADLINE_S = 60.0
@@ -41,7 +42,7 @@ class Narrow(VllmCluster):
         script = Path(__file__).parents[1] / "support" / "tiny_adapters.py"
         subprocess.run([PYTHON, script, tiny_weights(), directory, *ADAPTERS], check=True, capture_output=True)
         french, legal = (directory / name for name in ADAPTERS)
-        flags = ["--num-gpu-blocks-override", str(KV_BLOCKS)]
+        flags = ["--num-gpu-blocks-override", str(KV_BLOCKS), "--max-num-batched-tokens", str(STEP_TOKENS)]
         flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
         flags += ["--lora-modules", f"french={french}", f"lora-legal={legal}"]
         super().__init__(directory, "--workers", "1", "--model", MODEL, "--engine-flags", shlex.join(flags))

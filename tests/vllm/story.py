@@ -13,7 +13,8 @@ _END = b"\xff" * 8
 
 class Story:
     """`copies` of each block hash that is held now. `batches` were told since the engine's start; `twice` blocks were
-    stored while they were held; `orphaned` were left by a removal of their parents."""
+    stored while they were held; `orphaned` were left by a removal of their parents. `salts` are what beside tokens went
+    into the names of first blocks."""
 
     def __init__(self) -> None:
         self.copies: Counter[Hash] = Counter()
@@ -21,6 +22,7 @@ class Story:
         self.twice = 0
         self.removed = 0
         self.orphaned = 0
+        self.salts: set[str] = set()
         self._parents: dict[Hash, Hash | None] = {}
         self._children: Counter[Hash] = Counter()
 
@@ -32,6 +34,8 @@ class Story:
         for event in events:
             if event["type"] == "BlockStored":
                 self._store(event["block_hashes"], event["parent_block_hash"])
+                if event["parent_block_hash"] is None:
+                    self.salts |= {key for key in (event.get("extra_keys") or [None])[0] or () if isinstance(key, str)}
             elif event["type"] == "BlockRemoved":
                 for name in event["block_hashes"]:
                     self._remove(name)

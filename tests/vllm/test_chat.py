@@ -1,15 +1,18 @@
 """The chat endpoint of real vLLM through the whole path: our token ids are its prompt, its parsers read the answer."""
 
 import json
+import re
 import secrets
 from typing import Any
 
+import pytest
 from support import models
-from support.cluster import chat, outcome_of
+from support.cluster import ask, chat, outcome_of
 from support.vllm import BLOCK, VllmCluster
 from tokenizers import Tokenizer
 
 from prefixbus.bus.connection import Bus
+from prefixbus.bus.errors import PrefixbusError
 from prefixbus.client import Client
 
 TOOLS = [
@@ -128,3 +131,55 @@ async def test_frames_of_a_resumable_answer_have_exactly_the_tokens_of_their_tex
     rest, counted = await choices_of(client, {**body, "resume": {"token_ids": tokens[:30]}})
     assert sum(len(choice["token_ids"]) for choice in rest) == 10
     assert (counted["prompt_tokens"], counted["completion_tokens"]) == (usage["prompt_tokens"], 40)
+
+
+# What each asks for, and how the text shows that the engine has heard it.
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "a choice": ({"structured_outputs": {"choice": ["warm", "cold"]}}, "warm|cold"),
+    "a regular expression": ({"structured_outputs": {"regex": "w[0-9]{3}"}}, "w[0-9]{3}"),
+    "a schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "hours", "schema": {"enum": ["one hour", "two hours"]}},
+            }
+        },
+        '"(one hour|two hours)"',
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "pattern"), FORMATS.values(), ids=FORMATS.keys())
+async def test_a_format_that_was_asked_for_is_kept(client: Client, asked: dict[str, Any], pattern: str) -> None:
+    answer = await ask(client, long_chat(ignore_eos=False, **asked))
+
+    assert re.fullmatch(pattern, answer.text)
+    assert answer.finish_reason == "stop"
+
+
+async def test_parameters_of_sampling_reach_the_engine(client: Client) -> None:
+    """Of random weights nearly every token is as probable as any other."""
+    hot = long_chat(max_tokens=12, temperature=1.0, ignore_eos=True)
+
+    seeded = [(await ask(client, {**hot, "seed": 7})).text for _ in range(2)]
+    free = [(await ask(client, hot)).text for _ in range(2)]
+    greedy = [(await ask(client, {**hot, "top_k": 1})).text for _ in range(2)]
+    biased = await ask(client, {**hot, "logit_bias": {"100": 100.0}, "temperature": 0})
+    stop = greedy[0][len(greedy[0]) // 2 :][:4]
+    stopped = await ask(client, {**hot, "top_k": 1, "stop": [stop]})
+
+    assert seeded[0] == seeded[1]
+    assert free[0] != free[1]
+    assert greedy[0] == greedy[1]
+    read = Tokenizer.from_file(str(models.smollm2() / "tokenizer.json"))
+    assert biased.text == read.decode([100] * 12)
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == greedy[0][: greedy[0].find(stop)]
+
+
+@pytest.mark.parametrize("field", ["best_of", "guided_json", "prompt_logprobs", "echo"])
+async def test_what_cannot_pass_is_refused_by_name(client: Client, field: str) -> None:
+    with pytest.raises(PrefixbusError, match=field) as refused:
+        await ask(client, {"prompt": "Hello", "max_tokens": 1, field: 3})
+
+    assert refused.value.status == 400

@@ -3,13 +3,17 @@
 The judge is `story`, the engine's own replay read by other code than the bridge's."""
 
 import asyncio
+import base64
 import json
+import re
 import secrets
 import signal
+import time
 import urllib.request
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from support.cluster import chat
 from support.nats import eventually
 from support.vllm import BLOCK
@@ -17,9 +21,22 @@ from support.vllm import BLOCK
 from prefixbus.bus import messages, subjects
 from prefixbus.bus.connection import Bus
 from prefixbus.bus.errors import WorkerLost
+from prefixbus.bus.namespace import NS_ID_BYTES
 from prefixbus.client import Client
+from prefixbus.cluster import deployment
 
-from .narrow import DEADLINE_S, HITS, KV_BLOCKS, MODEL, TEST_TIMEOUT_S, WORKER, Narrow, answered, reusable
+from .narrow import (
+    DEADLINE_S,
+    HITS,
+    KV_BLOCKS,
+    MODEL,
+    STEP_TOKENS,
+    TEST_TIMEOUT_S,
+    WORKER,
+    Narrow,
+    answered,
+    reusable,
+)
 
 pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
 
@@ -64,6 +81,77 @@ async def test_foreign_blocks_are_counted_and_not_advertised(narrow: Narrow, nar
     assert narrow.total("directory", "prefixbus_directory_entries") == held
 
 
+async def test_a_prompt_of_several_steps_is_told_of_before_its_first_token(
+    narrow: Narrow, narrow_client: Client
+) -> None:
+    directory = await deployment.connect(narrow.state, "directory", narrow.url)
+    told_at: list[float] = []
+
+    async def hear(message: Msg) -> None:
+        event = messages.KV.decode(message.data)
+        if isinstance(event, messages.KvEvents) and any(isinstance(op, messages.Stored) for op in event.ops):
+            told_at.append(message.metadata.timestamp.timestamp())
+
+    try:
+        await directory.follow(subjects.STREAM_KV_EVENTS, subjects.kv(0, "*"), hear, start="new")
+        body = {"prompt": ids(3 * STEP_TOKENS // BLOCK), "max_tokens": 1, "ignore_eos": True}
+        async for frame in narrow_client.stream(MODEL, body):
+            if frame.seq == 0:
+                first_token_at = time.time()
+        await eventually(lambda: len(told_at) >= 2, "what the last step computed", DEADLINE_S)
+    finally:
+        await directory.close()
+
+    assert told_at[0] < first_token_at
+    await narrow.in_step()
+
+
+async def test_salts_are_known_by_the_bridge_and_passed_on_to_nobody(
+    narrow: Narrow, narrow_client: Client, narrow_operator: Bus
+) -> None:
+    """The engine says them as they are."""
+    directory = await deployment.connect(narrow.state, "directory", narrow.url)
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    try:
+        await directory.follow(subjects.STREAM_KV_EVENTS, subjects.kv(0, "*"), hear, start="new")
+        salts, foreign = narrow.story().salts, narrow.of_bridge("foreign_blocks")
+        body = {"prompt": ids(3), "max_tokens": 1, "ignore_eos": True}
+        await answered(narrow_client, narrow_operator, body, scope=f"s{secrets.token_hex(4)}")
+        story = await narrow.in_step()
+        await eventually(lambda: bool(heard), "its blocks are told", DEADLINE_S)
+    finally:
+        await directory.close()
+
+    (salt,) = story.salts - salts
+    assert narrow.of_bridge("foreign_blocks") == foreign, "its blocks are known for ours"
+    # Whatever is written down here: logs, streams, snapshots.
+    written = [file.read_bytes() for file in narrow.state.rglob("*") if file.is_file()]
+    assert len(written) > 10
+    proof = base64.b32decode(salt.upper() + "=")[NS_ID_BYTES:]
+    assert not any(salt.encode() in text or proof in text for text in (*heard, *written))
+
+
+async def test_reuse_is_told_by_class_in_tokens(narrow: Narrow, narrow_client: Client, narrow_operator: Bus) -> None:
+    body = {"prompt": ids(4), "max_tokens": 1, "ignore_eos": True}
+    cached = narrow.of_bridge("input_tokens_total", source="cached")
+    computed = narrow.of_bridge("input_tokens_total", source="uncached")
+
+    for _ in range(2):
+        await answered(narrow_client, narrow_operator, body)
+        await narrow.in_step()
+
+    assert narrow.of_bridge("input_tokens_total", source="cached") - cached == 4 * BLOCK
+    assert narrow.of_bridge("input_tokens_total", source="uncached") - computed == 4 * BLOCK + 1 + 1
+    series = [
+        name for name in narrow.metrics("worker_bridge") if name.startswith("prefixbus_bridge_input_tokens_total")
+    ]
+    assert all(re.search(r'prefix_class="\w+"', name) for name in series)
+
+
 async def test_blocks_stored_twice_are_held_until_both_copies_went(
     narrow: Narrow, narrow_client: Client, narrow_operator: Bus
 ) -> None:
@@ -85,7 +173,7 @@ async def test_blocks_stored_twice_are_held_until_both_copies_went(
 async def test_evictions_come_tail_first_and_leave_no_block_behind(
     narrow: Narrow, narrow_client: Client, narrow_operator: Bus
 ) -> None:
-    before = narrow.story()
+    before, aged = narrow.story(), narrow.of_bridge("evicted_block_age_seconds_count")
     for blocks in (50, 40, 70, 30, 90):
         await answered(narrow_client, narrow_operator, {"prompt": ids(blocks), "max_tokens": 1, "ignore_eos": True})
     story = await narrow.in_step()
@@ -96,6 +184,7 @@ async def test_evictions_come_tail_first_and_leave_no_block_behind(
     assert narrow.of_bridge("blocks_malformed_total") == 0
     assert narrow.of_bridge("engine_events_unknown_total") == 0
     assert narrow.of_bridge("kv_occupancy_ratio") > 0.9
+    assert 0 < narrow.of_bridge("evicted_block_age_seconds_count") - aged <= story.removed - before.removed
 
 
 async def test_a_reset_through_the_bridge_is_known_at_once_though_the_engine_tells_it_later(

@@ -2,9 +2,10 @@
 
 import secrets
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.cluster import chat
 from support.vllm import BLOCK, VllmEngine
@@ -14,6 +15,7 @@ from prefixbus.bus import config as config_module
 from prefixbus.bus import identity, namespace, secretfile
 from prefixbus.bus.connection import Bus
 from prefixbus.bus.errors import WorkerRefused
+from prefixbus.bus.namespace import Namespace
 from prefixbus.client import Client
 from prefixbus.cluster import state
 from prefixbus.worker_bridge.adapters import Adapters
@@ -51,20 +53,18 @@ async def test_the_same_prompt_of_two_tenants_and_two_scopes(
     assert narrow.total("worker_bridge", "prefixbus_wrong_hits_total") == 0
 
 
-async def test_the_same_prompt_in_two_epochs(narrow: Narrow) -> None:
-    """As the bridge salts them; nothing grants a second epoch yet, so they go to the engine directly."""
-    config = config_module.load(narrow.state / "config.toml", {})
-    served = identity.of_model(MODEL, config.models[MODEL])
+async def found(narrow: Narrow, spaces: Sequence[Namespace], engine_names: dict[str, str]) -> list[int | None]:
+    """Cached tokens of one prompt of four blocks in each namespace, and in each again: salted as the bridge does it,
+    and sent to the engine directly."""
     key = secretfile.purpose_key(narrow.state, "namespace")
-    adapters = Adapters(secretfile.purpose_key(narrow.state, "salt"), {})
-    spaces = [served.namespace("demo", "", acl_epoch=secrets.token_bytes(16)) for _ in range(2)]
-    salts = [adapters.salt(space, namespace.ns_id(key, space)) for space in spaces]
+    adapters = Adapters(secretfile.purpose_key(narrow.state, "salt"), engine_names)
     tokens = array("I", (1000 + secrets.randbelow(40000) for _ in range(4 * BLOCK + 1))).tobytes()
-    hits = narrow.of_engine(HITS)
     engine = VllmHttp(narrow.engine_url, MODEL)
 
-    async def cached(salt: str) -> int | None:
-        asked = Generation(secrets.token_hex(8), tokens, {"max_tokens": 1}, salt)
+    async def cached(space: Namespace) -> int | None:
+        salt = adapters.salt(space, namespace.ns_id(key, space))
+        model = engine_names.get(space.adapter, "")
+        asked = Generation(secrets.token_hex(8), tokens, {"max_tokens": 1}, salt, model=model)
         usage = None
         async with engine.generate(asked) as progress:
             async for step in progress:
@@ -72,10 +72,38 @@ async def test_the_same_prompt_in_two_epochs(narrow: Narrow) -> None:
         assert usage is not None
         return usage.cached_tokens
 
-    found = [await cached(salt) for salt in (*salts, *salts)]
-    await engine.close()
+    try:
+        return [await cached(space) for space in (*spaces, *spaces)]
+    finally:
+        await engine.close()
 
-    assert found == [0, 0, 4 * BLOCK, 4 * BLOCK]
+
+async def test_the_same_prompt_in_two_epochs(narrow: Narrow) -> None:
+    """Nothing grants a second epoch yet, so no request through the bridge could be in one."""
+    config = config_module.load(narrow.state / "config.toml", {})
+    served = identity.of_model(MODEL, config.models[MODEL])
+    hits = narrow.of_engine(HITS)
+
+    cached = await found(
+        narrow, [served.namespace("demo", "", acl_epoch=secrets.token_bytes(16)) for _ in range(2)], {}
+    )
+
+    assert cached == [0, 0, 4 * BLOCK, 4 * BLOCK]
+    assert narrow.of_engine(HITS) - hits == 8 * BLOCK
+
+
+async def test_the_same_prompt_for_two_revisions_of_an_adapter(narrow: Narrow) -> None:
+    """Which the engine has under one name: its events would not tell them apart."""
+    section = config_module.load(narrow.state / "config.toml", {}).models[MODEL]
+    hits = narrow.of_engine(HITS)
+    revised = {**section.adapters, "french": msgspec.structs.replace(section.adapters["french"], revision="sha256:f2")}
+    served = [identity.of_model(MODEL, one) for one in (section, msgspec.structs.replace(section, adapters=revised))]
+
+    cached = await found(
+        narrow, [one.namespace("demo", "", adapter="french") for one in served], section.engine_names()
+    )
+
+    assert cached == [0, 0, 4 * BLOCK, 4 * BLOCK]
     assert narrow.of_engine(HITS) - hits == 8 * BLOCK
 
 
