@@ -416,7 +416,7 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     `speed` multiplies the prefill model of `worker_class`; `held_blocks` is what the directory said, `announced_blocks`
     of them not there yet, and `trust` the share of them that was believed. `pull_source` could give `pull_tokens` in
     `pull_ms`; `transfer_ms` is 0 if it would not be asked. For people: `net_gain_ms` = `saved_prefill_ms` -
-    `queue_ms` - `transfer_ms` - `imbalance_penalty_ms`, the order of which is the order of `cost_ms`."""
+    `wait_ms` - `transfer_ms` - `imbalance_penalty_ms`, the order of which is the order of `cost_ms`."""
 
     worker: str
     cached_tokens: _Count
@@ -446,6 +446,7 @@ class CandidateRecord(msgspec.Struct, frozen=True):
     imbalance_penalty_ms: _Figure = 0.0
     net_gain_ms: _Figure = 0.0
     decode_ms: _Figure = 0.0
+    wait_ms: _Figure = 0.0
 
 
 class ShadowRecord(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ bounds. That takes the cheapest of all, the cheapest that no cap bars, the cheap
 leaves them says why), and who sets the caps: the shortest queue, and the soonest of those that find least. A bonus only
 makes cheaper, so those who get one are the caller's to add; so is, if there are offers to pull, who could use one.
 
-Pricing everybody would cost more than all the rest of a decision. A worker's cost is at least its queue and the prefill
+Pricing everybody would cost more than all the rest of a decision. A worker's cost is at least the wait and the prefill
 and the new KV of what it lacks, were it as fast as the fastest: those who lack as much are taken by queue, and the more
 they lack the later, until even that is too much.
 
@@ -97,16 +97,16 @@ class _Contest:
         limit_ms = math.inf
         done: set[int] = set()
         for group in groups:
-            if id(group.model) in done or group.workers[0].queue_ms > limit_ms:
+            if id(group.model) in done or self._wait_ms(group, group.workers[0].queue_ms) > limit_ms:
                 continue
             figures = self._computed.get(id(group)) or self._figures(group)
             least_ms = self._speeds.least * (figures.prefill_ms + self._policy.new_kv_price * figures.kv_ms)
-            if self._shortest_queue_ms + least_ms > limit_ms:
+            if self._wait_ms(group, self._shortest_queue_ms) + least_ms > limit_ms:
                 # Those that find less have more to compute.
                 done.add(id(group.model))
                 continue
             for one in group.workers:
-                if one.queue_ms + least_ms > limit_ms:
+                if self._wait_ms(group, one.queue_ms) + least_ms > limit_ms:
                     break
                 price = self.prices.get(one.name) or self._price(group, figures, one, limit_ms)
                 if price is None or price[2] > limit_ms or (caps is not None and self.is_barred(one, caps)):
@@ -124,7 +124,8 @@ class _Contest:
         for group in groups:
             figures = self._computed.get(id(group)) or self._figures(group)
             for one in group.workers:
-                if one.queue_ms + self._speeds.least * figures.prefill_ms > best_ms * _SLACK:
+                least_ms = self._speeds.least * figures.prefill_ms
+                if self._wait_ms(group, one.queue_ms) + least_ms > best_ms * _SLACK:
                     break
                 price = self.prices.get(one.name) or self._price(group, figures, one, math.inf)
                 if price is not None and price[1] < best_ms:
@@ -136,6 +137,9 @@ class _Contest:
         cached_tokens, ttft_ms, _ = self.prices[one.name]
         is_reserved = one.only_reserved
         return bool(barred(self._request, caps, cached_tokens, one.queue_ms, ttft_ms, only_reserved=is_reserved))
+
+    def _wait_ms(self, group: Group, queue_ms: float) -> float:
+        return cost.wait_ms(group.model, queue_ms, self._policy.queue_share)
 
     def _figures(self, group: Group) -> _Figures:
         model, prompt = group.model, self._request.prompt_tokens
@@ -150,7 +154,7 @@ class _Contest:
         pinned_tokens = worker.pinned_tokens
         speed = self._speeds.of(one) if one.name in self._speeds.odd else 1.0
         interference_ms = speed * cost.interference_ms(group.model, figures.created, pinned_tokens)
-        ttft_ms = one.queue_ms + speed * figures.prefill_ms + interference_ms
+        ttft_ms = self._wait_ms(group, one.queue_ms) + speed * figures.prefill_ms + interference_ms
         needed_tokens = figures.created + self._request.output_tokens
         if needed_tokens > worker.free_tokens:
             ttft_ms += cost.memory_wait_ms(needed_tokens, worker.free_tokens, pinned_tokens, policy.kv_turnover_ms)

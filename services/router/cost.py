@@ -1,6 +1,6 @@
 """What a request costs on a worker: the terms of the decision, each by itself.
 
-    ttft = queue + prefill + interference + memory wait
+    ttft = wait + prefill + interference + memory wait
     cost = ttft + new-KV price * KV price + decode price * interference + externality * work - home bonus  (DESIGN 6)
 
 Owns: the formulas and the prefill profiles that price a model until its workers are measured.
@@ -71,6 +71,15 @@ def parts_ms(model: PrefillModel, uncached_tokens: int, prompt_tokens: int) -> t
     """`prefill_ms`, `kv_price_ms` and `work_ms` of the same prefill, to the last bit, in a third of the time."""
     kv_ms = kv_price_ms(model, uncached_tokens, prompt_tokens)
     return model.fixed_ms + kv_ms, kv_ms, model.fixed_ms * (uncached_tokens / model.step_tokens) + kv_ms
+
+
+def wait_ms(model: PrefillModel, queue_ms: float, queue_share: float) -> float:
+    """Until a request that is dispatched to a worker with so much prefill work ahead is begun there.
+
+    A step that has begun must end, and the worker pays the fixed part of one more: a millisecond of work left is a wait
+    of some twenty. Of a long queue it is less than what is counted, since a request counts in full until its first
+    token."""
+    return 0.0 if queue_ms <= 0.0 else model.fixed_ms + queue_share * queue_ms
 
 
 def interference_ms(model: PrefillModel, uncached_tokens: int, pinned_tokens: int) -> float:

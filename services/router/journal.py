@@ -270,7 +270,8 @@ def _candidate(terms: Terms, net_gain_ms: float) -> CandidateRecord:
         pull_ms=pull.transfer_ms if pull else 0.0,
         transfer_ms=terms.transfer_ms,
         saved_prefill_ms=terms.saved_ms,
-        imbalance_penalty_ms=terms.saved_ms - candidate.queue_ms - terms.transfer_ms - net_gain_ms,
+        imbalance_penalty_ms=terms.saved_ms - terms.wait_ms - terms.transfer_ms - net_gain_ms,
         net_gain_ms=net_gain_ms,
         decode_ms=terms.decode_ms,
+        wait_ms=terms.wait_ms,
     )

@@ -38,6 +38,8 @@ from .cost import PrefillModel
 # Of a prefix that most traffic shares this much is every worker's business. A longer one is worth its affinity: 8192
 # tokens are 140 ms of prefill.
 MAX_SHARED_TOKENS = 8192
+# More than sums of floats in another order differ by.
+_HOME_LEAD_MS = 1e-3
 # As good as no limit (11 days), and a number in JSON.
 NO_LIMIT_MS = 1e9
 
@@ -64,10 +66,10 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # The same for what is pulled from another worker, in addition, times rho/(1-rho) of the fleet: it is there twice
     # then, and evicts what is there once and will be computed again.
     copy_price: Annotated[float, Meta(ge=0, le=10)] = 1.0
-    # Keeps a prefix that many sessions share from gathering them all; over 100 it costs reuse. Given only where
-    # something is shared: traffic that never repeats has no use for a home, and would pay 2-3 % of its TTFT for it.
-    # Whoever is computing what nobody holds yet is a home, too: 32 siblings of a short prompt are 20 ms of work.
-    home_bonus_ms: _Ms = 30.0
+    # Per ms of work queued on a worker: the wait for it (`cost.wait_ms`).
+    queue_share: Annotated[float, Meta(ge=0, le=10)] = 0.7
+    # In favour of who is computing what nobody holds yet: 32 siblings of a short prompt are 20 ms of work.
+    sibling_bonus_ms: _Ms = 30.0
     # At most this much later than the best cold candidate may a warm choice be; null: the prices alone decide. A cap
     # near 0 would void `new_kv_price` and the externality, which are there to accept a later start.
     margin_ms: _Ms | None = None
@@ -153,6 +155,7 @@ class Terms(NamedTuple):
     its prefill would be if it had nothing of the prompt."""
 
     candidate: Candidate
+    wait_ms: float
     work_ms: float
     prefill_ms: float
     interference_ms: float
@@ -279,12 +282,14 @@ def _price(
         new_kv_ms += policy.copy_price * cost.externality(request.fleet_rho, policy.externality_cap) * copied_ms
     work_ms = speed * cost.work_ms(model, uncached, prompt)
     externality_ms = cost.externality(candidate.rho, policy.externality_cap) * work_ms
-    home_bonus_ms = policy.home_bonus_ms if is_at_it else _home_bonus_ms(request, candidate, policy)
-    ttft_ms = max(candidate.queue_ms, transfer_ms) + prefill_ms + interference_ms + memory_wait_ms
+    home_bonus_ms = policy.sibling_bonus_ms if is_at_it else _home_bonus_ms(request, candidate, policy)
+    wait_ms = cost.wait_ms(model, candidate.queue_ms, policy.queue_share)
+    ttft_ms = max(wait_ms, transfer_ms) + prefill_ms + interference_ms + memory_wait_ms
     decode_ms = policy.decode_price * interference_ms
     cost_ms = ttft_ms + new_kv_ms + decode_ms + externality_ms - home_bonus_ms
     return Terms(
         candidate,
+        wait_ms,
         work_ms,
         prefill_ms,
         interference_ms,
@@ -302,15 +307,16 @@ def _price(
 
 
 def _home_bonus_ms(request: RequestShape, candidate: Candidate, policy: Policy) -> float:
-    """The bonus, and the price of what the home lacks of that which most traffic shares.
+    """The price of what the home of a fresh prefix lacks of that which most traffic shares.
 
     The first request there pays for all that come after it; were the price its own, a system prompt of 2000 tokens
-    would keep all sessions on the worker that computed it first."""
+    would keep all sessions on the worker that computed it first. What is as dear then but for a rounding is the home's:
+    all else being equal, later sessions find it there."""
     if candidate.worker != request.home or not request.shared_tokens:
         return 0.0
     lacking = max(0, request.shared_tokens - candidate.cached_tokens)
     shared_ms = candidate.speed * cost.kv_price_ms(candidate.model, lacking, request.shared_tokens)
-    return policy.home_bonus_ms + (1.0 + policy.new_kv_price) * shared_ms
+    return (1.0 + policy.new_kv_price) * shared_ms + _HOME_LEAD_MS
 
 
 def _who_is_at_it(request: RequestShape, candidates: list[Candidate]) -> list[str]:
@@ -474,7 +480,8 @@ def _name(request: RequestShape, chosen: Terms, ranked: list[Terms], barred_beca
 
 def _bounds(request: RequestShape, ranked: list[Terms], policy: Policy, floor_tokens: int) -> tuple[float, float]:
     """Beyond which true queue the runner-up is better by more than `rechoose_ms` (herding: facts/policy.md), and for
-    how long it may wait in the end (0: for as long as it takes)."""
+    how long it may wait in the end (0: for as long as it takes). A queue that was not foreseen counts in full, whatever
+    share of one has a price."""
     if len(ranked) == 1:
         return NO_LIMIT_MS, 0.0
     chosen = ranked[0]

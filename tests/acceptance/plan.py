@@ -83,8 +83,10 @@ SETTINGS: list[tuple[str, Fields]] = [
     ("no price of decode", {"decode_price": 0.0}),
     ("decode price 1", {"decode_price": 1.0}),
     ("no externality", {"externality_cap": 0.0}),
-    ("no home", {"home_bonus_ms": 0.0}),
-    ("home 200 ms", {"home_bonus_ms": 200.0}),
+    ("siblings apart", {"sibling_bonus_ms": 0.0}),
+    ("sibling bonus 200 ms", {"sibling_bonus_ms": 200.0}),
+    ("queue as counted", {"queue_share": 1.0}),
+    ("queue share 0.5", {"queue_share": 0.5}),
     ("margin 20 ms", {"margin_ms": 20.0}),
     ("no wait for memory", {"kv_turnover_ms": 0.0}),
 ]
@@ -114,7 +116,7 @@ TABLES = [
         " announced placements, too, which no published router of this rule has.",
         BETWEEN,
         [*_policies(OURS, *OVERLAP), *_policies("overlap-announced:1", "overlap-announced:64")],
-        seeds=2,
+        seeds=3,
     ),
     Table(
         "tuned",

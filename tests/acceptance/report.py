@@ -212,9 +212,7 @@ known only afterwards.
 WHY = """Why, rule by rule:
 
 - `overlap` with a heavy weight, p95 at light load: it waits less, ours reuses more. A request of ours waits a little
-  for a hit, since KV that is made twice evicts what others need; the mean gains, and the longest prompts pay. Much of
-  its weight is the queue as counted in whole requests, which shuns a worker in the middle of a step; ours counts the
-  work that is left, and a step that has begun costs more than that.
+  for a hit, since KV that is made twice evicts what others need; the mean gains, and the longest prompts pay.
 - Any rule past the knee (conv x6): queues grow as long as the traffic lasts, for all. Who gathers prefixes on few
   workers computes less and is through sooner; our price for what others wait spreads them. Such a fleet should
   refuse.

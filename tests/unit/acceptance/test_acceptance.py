@@ -141,17 +141,17 @@ def test_a_wrong_estimate_is_learned_better_only_where_that_is_asked_for() -> No
 
 
 def test_a_setting_is_chosen_by_the_traces_that_it_is_not_shown_on() -> None:
-    """No home is best on tau alone, no externality on conv and syn."""
+    """Siblings apart are best on tau alone, no externality on conv and syn."""
 
     def mean(cell: Cell) -> float:
-        if cell.weights == {"home_bonus_ms": 0.0}:
+        if cell.weights == {"sibling_bonus_ms": 0.0}:
             return 50.0 if cell.traffic == "tau" else 110.0
         return 90.0 if cell.weights == {"externality_cap": 0.0} and cell.traffic != "tau" else 100.0
 
     terms = {table.key: table for table in plan.TABLES}["terms"]
     shown = {one.row: one for one in holdout.held_out(terms, measured(mean))}
 
-    assert (shown["tau x20"].chosen, shown["syn x6"].chosen) == ("no externality", "no home")
+    assert (shown["tau x20"].chosen, shown["syn x6"].chosen) == ("no externality", "siblings apart")
     last = shown["tau x20"]
     assert last.by_others and last.shipped and last.best
     assert (last.by_others.mean, last.shipped.mean, last.best.mean) == (100.0, 100.0, 50.0)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from prefixbus.engine_sim.profile import PRESETS
 from prefixbus.router import cost
+from prefixbus.router.cost import PrefillModel
 
 H100 = cost.PROFILES["h100-8b"]
 
@@ -47,6 +48,14 @@ def test_a_prefill_of_two_steps_meets_the_decodes_twice() -> None:
 
     assert once == pytest.approx(5.2)
     assert cost.interference_ms(H100, 8193, 100_000) == 2 * once
+
+
+def test_who_is_busy_ends_a_step_first_and_an_idle_worker_begins_at_once() -> None:
+    model = PrefillModel(20.0, 0.01, 0.0, 0.0)
+
+    assert cost.wait_ms(model, 0.0, 0.7) == 0.0
+    assert cost.wait_ms(model, 1e-3, 0.7) == pytest.approx(20.0, abs=0.001)
+    assert cost.wait_ms(model, 100.0, 0.7) == 90.0
 
 
 @pytest.mark.parametrize(

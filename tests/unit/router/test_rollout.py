@@ -110,7 +110,7 @@ WILD = [
     b'{"suspect_trust": 2}',
     *(
         b'{"%s": %s}' % (field, value)
-        for field in (b"home_bonus_ms", b"margin_ms")
+        for field in (b"sibling_bonus_ms", b"margin_ms")
         for value in (b"-1", b"1e999", HUGE)
     ),
     *(

@@ -527,7 +527,7 @@ def test_what_candidates_would_gain_orders_them_as_their_costs_do(queues: list[f
     rows = record.candidate_workers
     assert sorted(rows, key=lambda row: row.cost_ms) == sorted(rows, key=lambda row: -row.net_gain_ms)
     for row in rows:
-        gain = row.saved_prefill_ms - row.queue_ms - row.transfer_ms - row.imbalance_penalty_ms
+        gain = row.saved_prefill_ms - row.wait_ms - row.transfer_ms - row.imbalance_penalty_ms
         assert row.net_gain_ms == pytest.approx(gain, abs=1e-6)
         assert (row.saved_prefill_ms > 0) == (row.cached_tokens > 0)
 
