@@ -39,7 +39,7 @@ BENCHES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     "vanish": [recovery_bench.bench_vanish],
     "long_prompts": [recovery_bench.bench_long_prompts],
 }
-# Without a name these run, in about 4 minutes; the others by name.
+# Without a name these run, in about 5 minutes; the others by name.
 USUAL = ["index_lookup", "index_apply", "decide", "key_chain", "tokenize", "engine_sim", "path", "gateway"]
 
 
