@@ -5,8 +5,9 @@ Must not know: requests' contents, NATS, clocks, why something was dispatched.
 Units: as index.py; times in seconds on the caller's monotonic clock.
 
 An announcement says what a request's prefill will leave behind: the chain, or only the part that the worker lacks
-(cheaper, and the same to a lookup). A request has one at most, of its latest attempt. It ends by `ended` or `drop`
-(the outcome is known), by expiry, or with its worker's slot. Router and worker tell of the same attempt by ways of
+(cheaper, and the same to a lookup). A request has one at most, of its latest attempt. It ends by `stored` (the last of
+it is there: from now on only events say what is), by `ended` or `drop` (the outcome is known), by expiry, or with its
+worker's slot. Router and worker tell of the same attempt by ways of
 their own: an end that overtook its announcement is remembered for a while."""
 
 import heapq
@@ -50,6 +51,8 @@ class Predictions:
         # The last attempt of a request that is known to have ended, oldest first.
         self._ended: dict[str, int] = {}
         self._namespaces: dict[bytes, _Counted] = {}
+        # Ids by the last block announced, by slot and namespace.
+        self._awaited: dict[tuple[int, bytes], dict[int, dict[str, None]]] = {}
         self._requests: dict[str, _Prediction] = {}
         # Ids by slot, oldest first (the values say nothing: a dict keeps the order, a set does not).
         self._by_slot: dict[int, dict[str, None]] = {}
@@ -120,6 +123,15 @@ class Predictions:
         elif standing is not None:
             self.renew(request_id, believed_until)
 
+    def stored(self, slot: int, ns_id: bytes, keys: bytes) -> None:
+        """These blocks (u64 LE each) have come into the worker's cache, and may be evicted again at any time."""
+        awaited = self._awaited.get((slot, ns_id))
+        if awaited is None:
+            return
+        for key in awaited.keys() & memoryview(keys).cast("Q").tolist():
+            for request_id in list(awaited[key]):
+                self.drop(request_id)
+
     def drop(self, request_id: str) -> None:
         """The request ended, was shed or refused. Unknown ids are fine: outcomes outlive announcements."""
         prediction = self._requests.pop(request_id, None)
@@ -187,6 +199,8 @@ class Predictions:
     def _add(self, request_id: str, prediction: _Prediction) -> None:
         self._announced_blocks += len(prediction.keys) // 8
         self._by_slot.setdefault(prediction.slot, {})[request_id] = None
+        awaited = self._awaited.setdefault((prediction.slot, prediction.ns_id), {})
+        awaited.setdefault(_last(prediction.keys), {})[request_id] = None
         counted = self._namespaces.get(prediction.ns_id)
         if counted is None:
             counted = self._namespaces[prediction.ns_id] = _Counted()
@@ -225,6 +239,12 @@ class Predictions:
         del of_slot[request_id]
         if not of_slot:
             del self._by_slot[slot]
+        awaited, last = self._awaited[slot, ns_id], _last(prediction.keys)
+        del awaited[last][request_id]
+        if not awaited[last]:
+            del awaited[last]
+            if not awaited:
+                del self._awaited[slot, ns_id]
 
     def _let_go(self) -> None:
         """With the last announcement goes the memory that was sized for the busiest moment."""
@@ -232,3 +252,7 @@ class Predictions:
             self._due = []
             self._requests = {}
             self._by_slot = {}
+
+
+def _last(keys: bytes) -> int:
+    return int.from_bytes(keys[-8:], "little")

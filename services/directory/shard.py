@@ -22,6 +22,7 @@ from ..bus.messages import (
     Load,
     Lookup,
     Outcome,
+    Stored,
     WarmOrder,
 )
 from .index import Index, Levels, Slots, depth_in
@@ -36,8 +37,8 @@ from .trust import Ages, Trust, TrustRules
 SLICE_BLOCKS = 2048
 # The same for shedding, which takes up to a segment of a log more than it was asked for.
 SHED_BLOCKS = 1024
-# How long an answered request's announcement outlives it: its events come through the stream a little later, or, where
-# that has a backlog, as late as others did before, twice over.
+# How long an answered request's announcement outlives it if its blocks are not stored by then: its events come through
+# the stream a little later, or, where that has a backlog, as late as others did before, twice over.
 EVENTS_FOLLOW_S = 1.0
 # No announcement is believed for longer without a new one, whatever its router says.
 ANNOUNCED_AT_MOST_S = 600.0
@@ -120,6 +121,8 @@ class Shard:
             effects = self.ledger.events(message.worker, message.incarnation, message.seq, message.ops, now)
             if any(isinstance(op, Cleared) for op in message.ops):
                 self.placement.reset(message.worker, message.incarnation, now)
+            if len(self.predictions):
+                self._came_true(message)
         else:
             effects = self.ledger.dump_chunk(
                 message.worker,
@@ -134,6 +137,16 @@ class Shard:
         if self.shedding.is_beyond:
             self.shedding.relieve(now, SHED_BLOCKS)
         return effects
+
+    def _came_true(self, message: KvEvents) -> None:
+        """Ends the announcements of what has been stored. While a worker's story has a hole, what comes after it waits,
+        and the announcements with it."""
+        view = self.ledger.view(message.worker)
+        if view is None or view.slot is None or view.incarnation != message.incarnation or not view.complete:
+            return
+        for op in message.ops:
+            if isinstance(op, Stored) and op.tier == GPU:
+                self.predictions.stored(view.slot, op.ns_id, op.keys)
 
     def dispatched(self, sent: Dispatched, now: float, wall: float) -> None:
         """A router announces a dispatch, of a request or of an order, renews it, or takes it back."""

@@ -178,6 +178,37 @@ def test_announced_blocks_count_as_held_and_the_answer_says_how_many_they_are() 
     assert holdings.announced == {"w": 22}
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_what_was_announced_and_stored_is_gone_as_soon_as_it_is_evicted(ends_first: bool) -> None:
+    """The announcement would say for another second that it is there."""
+    world = World("w")
+    world.dispatches("r", "w", run(1, 30))
+    world.dispatches("sibling", "w", run(1, 30))
+    world.dispatches("longer", "w", run(1, 40))
+    if ends_first:
+        world.ends("r", "w")
+
+    world.stores("w", 1, 32)
+    before = world.announced
+    world.tell("w", Removed(NS, run(20, 13)))
+
+    assert before == 1
+    assert world.asks(count=30).announced == {"w": 11}
+    world.ends("longer", "w", "cancelled")
+    assert world.asks().levels == [Level(19, ["w"])]
+
+
+def test_an_announcement_of_what_a_hole_in_the_story_holds_up_stands() -> None:
+    world = World("w")
+    world.dispatches("r", "w", run(1, 30))
+    world.seqs["w"] += 1
+
+    world.stores("w", 1, 30)
+
+    assert world.announced == 1
+    assert world.asks().levels == [Level(30, ["w"])]
+
+
 @pytest.mark.parametrize("status", ["error", "cancelled"])
 def test_a_request_that_was_shed_failed_or_cancelled_leaves_no_placement(status: str) -> None:
     world = World("w")
