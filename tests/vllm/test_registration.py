@@ -108,6 +108,7 @@ async def test_an_engine_that_is_set_up_right_lacks_nothing(strangers: Strangers
     assert facts.version == "0.32.0"
     assert facts.max_model_len == 8192
     assert facts.kv_tokens >= facts.max_model_len
+    assert facts.topic == strangers.right.settings.topic
 
 
 async def test_without_dev_endpoints_it_is_said_that_nothing_can_be_reset(strangers: Strangers) -> None:
