@@ -10,7 +10,7 @@ from support.vllm import BLOCK
 from prefixbus.bus.connection import Bus
 from prefixbus.client import Client
 
-from .narrow import DEADLINE_S, HITS, TEST_TIMEOUT_S, Narrow, answered, reusable
+from .narrow import HITS, TEST_TIMEOUT_S, Narrow, answered, reusable
 
 pytestmark = pytest.mark.timeout(TEST_TIMEOUT_S)
 
@@ -140,9 +140,8 @@ async def test_after_evictions_what_is_left_is_predicted(
     first, second, third = prompt(60), prompt(60), prompt(40)
     for body in (first, second, third):
         assert (await answered(narrow_client, narrow_operator, body))[0].cached_tokens == 0
+    # The events that say so, and no more, is what the next prediction waits for.
     story = await narrow.in_step()
-    # What a dispatch announced is predicted until that has run out, evicted or not.
-    await narrow.settles(DEADLINE_S)
 
     answer, outcome = await answered(narrow_client, narrow_operator, first)
 
