@@ -3,8 +3,9 @@
     {"error": {"message", "type", "param", "code"}}
 
 `code` is the error's own, which never changes, but where OpenAI's clients know another word for the same. `param` is
-the field that the sentence begins with. The `type` follows from the status. Of a bus or a worker that is out of reach
-nothing more is said than that: their addresses are the operator's, who finds them in the logs.
+the field that the sentence begins with. The `type` follows from the status. What failed behind the gateway is named by
+its class alone: addresses and the state of workers are for the operator, who has `prefixbus status` and the logs, also
+those of engines for what they say of themselves.
 
 Owns: that translation.   Must not know: HTTP servers.
 Source: OpenAI API reference, "Error codes"; openai-python `_base_client.py` (`x-should-retry`, `retry-after`)."""
@@ -14,8 +15,11 @@ from collections.abc import Mapping
 
 import orjson
 
-from ..bus.errors import BusUnavailable, PrefixbusError, WorkerLost
+from ..bus.errors import BusUnavailable, EngineFailed, NoWorkers, PrefixbusError, WorkerLost
+from ..client import Silence
 
+# Their own sentences are for the operator.
+_BEHIND = BusUnavailable | EngineFailed | NoWorkers | Silence | WorkerLost
 # OpenAI's words, which clients look for.
 _CODES = {"unknown_model": "model_not_found", "context_too_long": "context_length_exceeded"}
 _TYPES = {
@@ -51,7 +55,7 @@ class TooSlow(PrefixbusError):
 
 def fault(error: PrefixbusError) -> dict[str, object]:
     """The body's object."""
-    sentence = (type(error)() if isinstance(error, BusUnavailable | WorkerLost) else error).sentence()
+    sentence = (type(error)() if isinstance(error, _BEHIND) else error).sentence()
     field = _FIELD.match(sentence) if error.status < 500 else None
     return {
         "error": {

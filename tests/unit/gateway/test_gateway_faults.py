@@ -2,6 +2,7 @@
 
 import pytest
 
+from prefixbus import client
 from prefixbus.bus import errors
 from prefixbus.gateway import faults
 from prefixbus.gateway.keys import InvalidKey
@@ -28,7 +29,7 @@ from prefixbus.gateway.keys import InvalidKey
         (InvalidKey(), "authentication_error", "invalid_api_key", None),
         (errors.BusPermissionDenied(), "permission_error", "permission_denied", None),
         (errors.Overloaded(), "server_error", "overloaded", None),
-        (errors.EngineFailed("stream: is lost"), "server_error", "engine_failed", None),
+        (errors.Unavailable("stream: is lost"), "server_error", "unavailable", None),
     ],
 )
 def test_an_error_has_its_type_code_and_field(
@@ -39,9 +40,11 @@ def test_an_error_has_its_type_code_and_field(
     assert said == {"message": error.sentence(), "type": kind, "param": param, "code": code}
 
 
-@pytest.mark.parametrize("kind", [errors.BusUnavailable, errors.WorkerLost])
-def test_what_is_out_of_reach_is_not_said_to_be_anywhere(kind: type[errors.PrefixbusError]) -> None:
-    error = kind("cannot connect to nats://10.0.0.1:4222: refused.", remedy="Look there.")
+@pytest.mark.parametrize(
+    "kind", [errors.BusUnavailable, errors.EngineFailed, errors.NoWorkers, errors.WorkerLost, client.Silence]
+)
+def test_of_what_failed_behind_the_gateway_nothing_is_said_but_its_kind(kind: type[errors.PrefixbusError]) -> None:
+    error = kind("w7 at 10.0.0.1:8001 is draining.", remedy="prefixbus status")
 
     said = faults.fault(error)["error"]
 
