@@ -77,6 +77,21 @@ async def test_a_client_that_goes_in_the_middle_of_its_answer(world: World, stre
         await is_cancelled(world)
 
 
+@pytest.mark.parametrize("world", [{"headers_after_s": 0.0}], indirect=True)
+async def test_a_client_that_goes_between_its_headers_and_its_first_token(world: World) -> None:
+    async def waits(asked: Asked) -> None:
+        while True:
+            asked.keep_alive()
+            await asyncio.sleep(0.05)
+
+    world.script = waits
+    async with sent(world) as (reader, writer):
+        await reader.readuntil(b": waiting\n\n")
+        writer.transport.abort()
+
+        await is_cancelled(world)
+
+
 async def test_a_client_that_goes_before_its_body_was_read_asks_for_nothing(world: World) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", world.rt.config.gateway.port)
     writer.write(

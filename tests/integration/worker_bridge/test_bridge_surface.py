@@ -15,7 +15,7 @@ from support.nats import eventually
 from prefixbus.bus.messages import Job
 from prefixbus.worker_bridge.engine import Generation, Progress, VllmHttp
 
-from .bridge_world import BLOCK, MODEL, Answer, World, prompt, world
+from .bridge_world import BLOCK, MODEL, WORKER, Answer, World, prompt, world
 
 TOOLS = [
     {
@@ -240,6 +240,17 @@ async def test_the_first_chunk_says_what_was_decided(reading: World) -> None:
         }
         assert told == {"Pb-Decision": "partial-hit", "Pb-Prompt-Tokens": "20", "Pb-Predicted-Tokens": "8"}
         assert all("Pb-Decision" not in (message.headers or {}) for message in answer.messages[1:])
+
+
+@pytest.mark.parametrize(("bridge", "told"), [({}, {}), ({"tells_worker": True}, {"Pb-Worker": WORKER})])
+async def test_clients_are_told_of_workers_only_where_the_operator_allows_it(
+    tmp_path: Path, bridge: dict[str, Any], told: dict[str, str]
+) -> None:
+    async with world(tmp_path, bridge=bridge) as here, here.serving():
+        answer = await here.ask(here.job(prompt(5, 20)))
+
+        naming = [item for message in answer.messages for item in (message.headers or {}).items() if WORKER in item]
+        assert dict(naming) == told
 
 
 # -- answers that go on elsewhere
