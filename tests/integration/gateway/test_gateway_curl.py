@@ -1,9 +1,11 @@
-"""Plain curl against a deployment: the line that the demo ends with, and what people type by hand."""
+"""Plain curl against a deployment: the lines that people are shown, and what they type by hand."""
 
 import asyncio
 import json
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.cluster import MODEL, Cluster
@@ -23,10 +25,25 @@ async def shell(cluster: Cluster, command: str) -> str:
     return said.decode()
 
 
-async def test_the_line_that_the_demo_ends_with_works_against_a_deployment(cluster: Cluster) -> None:
-    url = cluster.api.removesuffix("/v1")
+README = Path(__file__).resolve().parents[3] / "README.md"
 
-    said = await shell(cluster, guidance.curl_command(MODEL, url, "demo.$PREFIXBUS_TOKEN"))
+
+def of_the_demo(url: str) -> str:
+    return guidance.curl_command(MODEL, url, "demo.$PREFIXBUS_TOKEN")
+
+
+def of_the_readme(url: str) -> str:
+    found = re.search(r"^    (curl .*(?:(?<=\\)\n.*)*)", README.read_text(), re.MULTILINE)
+    assert found
+    assert "http://127.0.0.1:8000/" in found[1]
+    return found[1].replace("http://127.0.0.1:8000", url)
+
+
+@pytest.mark.parametrize("shown", [of_the_demo, of_the_readme])
+async def test_the_lines_that_people_are_shown_work_against_a_deployment(
+    cluster: Cluster, shown: Callable[[str], str]
+) -> None:
+    said = await shell(cluster, shown(cluster.api.removesuffix("/v1")))
 
     events = re.findall(r"^data: (.*)$", said, re.MULTILINE)
     assert events.pop() == "[DONE]"

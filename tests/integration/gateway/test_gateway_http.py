@@ -3,8 +3,6 @@
 import asyncio
 import io
 import json
-import re
-import shutil
 import socket
 from typing import Any
 
@@ -12,9 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from prefixbus.cluster import guidance
-
-from .gateway_world import MAX_BODY_BYTES, MODEL, Asked, World, chat
+from .gateway_world import MAX_BODY_BYTES, World, chat
 
 
 async def fault(response: aiohttp.ClientResponse) -> tuple[int, Any]:
@@ -142,27 +138,3 @@ async def test_the_health_of_a_gateway_is_for_everybody(world: World) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(world.api.replace("/v1", "/health")) as got:
             assert got.status == 200
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-async def test_the_curl_command_that_people_are_shown_works(world: World) -> None:
-    async def two(asked: Asked) -> None:
-        asked.say("hel")
-        asked.say("lo", finish="stop")
-        asked.usage()
-        asked.end()
-
-    world.script = two
-    command = guidance.curl_command(MODEL, world.api.removesuffix("/v1"), "demo.$PREFIXBUS_TOKEN")
-
-    process = await asyncio.create_subprocess_shell(
-        command,
-        env={"PREFIXBUS_TOKEN": world.server.demo.token, "PATH": "/usr/bin:/bin"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    said, _ = await process.communicate()
-
-    events = re.findall(r"^data: (.*)$", said.decode(), re.MULTILINE)
-    assert events.pop() == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events) == "hello"

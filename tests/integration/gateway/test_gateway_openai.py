@@ -2,7 +2,12 @@
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +16,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from support.cluster import MODEL, Cluster
 
+DOCUMENTATION = Path(__file__).resolve().parents[3] / "docs" / "operating.md"
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is in a KV cache?"}]
 
 
@@ -245,3 +251,14 @@ async def test_many_at_once_by_one_client(openai: AsyncOpenAI) -> None:
     ids = await asyncio.gather(*(ask(number) for number in range(30)))
 
     assert len(set(ids)) == 30
+
+
+def test_the_program_that_the_documentation_shows_runs(cluster: Cluster) -> None:
+    found = re.search(r"```python\n(from openai .*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    assert found
+    environ = {**os.environ, "OPENAI_BASE_URL": cluster.api, "OPENAI_API_KEY": cluster.key}
+
+    done = subprocess.run([sys.executable, "-c", found[1]], env=environ, capture_output=True, timeout=18)
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.strip()
