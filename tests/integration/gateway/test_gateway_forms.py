@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from prefixbus.bus import errors, subjects
 
@@ -83,6 +84,33 @@ async def test_tool_calls_come_out_whole_and_as_deltas(world: World, scripted: A
         assert answer.choices[0].finish_reason == "tool_calls"
         assert call.type == "function"
         assert (call.id, call.function.name, json.loads(call.function.arguments)) == ("call_1", "add", {"a": 1, "b": 2})
+
+
+class Hours(BaseModel):
+    city: str
+    open_at: int
+
+
+async def test_a_format_goes_in_as_the_official_client_says_it_and_its_answer_is_parsed(
+    world: World, scripted: AsyncOpenAI
+) -> None:
+    async def keeps_to_it(asked: Asked) -> None:
+        asked.whole('{"city": "Bonn", "open_at": 9}')
+
+    world.script = keeps_to_it
+    messages: list[Any] = [{"role": "user", "content": "When?"}]
+
+    parsed = await scripted.chat.completions.parse(model=MODEL, messages=messages, response_format=Hours)
+    async with scripted.chat.completions.stream(model=MODEL, messages=messages, response_format=Hours) as stream:
+        streamed = await stream.get_final_completion()
+    await scripted.chat.completions.create(model=MODEL, messages=messages, response_format={"type": "json_object"})
+
+    for answer in (parsed, streamed):
+        assert answer.choices[0].message.parsed == Hours(city="Bonn", open_at=9)
+    schema, as_stream, plain = (asked.body["response_format"] for asked in world.asked)
+    assert schema == as_stream
+    assert schema["json_schema"]["schema"]["required"] == ["city", "open_at"]
+    assert plain == {"type": "json_object"}
 
 
 async def test_reasoning_and_logprobs_come_out(world: World, scripted: AsyncOpenAI) -> None:
