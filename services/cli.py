@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .bus import runtime
     from .bus.connection import Bus
     from .cluster.control import PolicyInForce
-    from .cluster.deployment import Deployment
+    from .cluster.deployment import ClusterFile, Deployment
     from .cluster.state import NewTenant
     from .cluster.vllm import Vllm
 
@@ -323,7 +323,7 @@ def run(
         int | None, typer.Option(min=0, help="directory: the shard of which it is a replica; default: 0.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="gateway: the port it serves; default: the config's.")
+        int | None, typer.Option(min=1, max=65535, help="gateway: the port it serves; default: the running cluster's.")
     ] = None,
 ) -> None:
     """Run one more copy of a service beside a running cluster, in the foreground."""
@@ -397,8 +397,10 @@ def _run_service(
 
     deployment.require(state)
     environ = dict(os.environ)
-    if not nats:
-        nats = _join_cluster(state, service, worker)
+    if not nats and (cluster := _join_cluster(state, service, worker)) is not None:
+        nats = cluster.nats_url
+        if service == "gateway":
+            port = port or urlsplit(cluster.gateway_url).port
     if nats:
         environ["PREFIXBUS_NATS__URL"] = nats
     if port is not None:
@@ -706,20 +708,20 @@ def _parse_scale(text: str, known: tuple[str, ...]) -> dict[str, int]:
     return scale
 
 
-def _join_cluster(state: Path, service: str, worker: str) -> str:
-    """The running cluster's URL, "" when none runs; a worker that is new to it gets its key and the server is told."""
+def _join_cluster(state: Path, service: str, worker: str) -> "ClusterFile | None":
+    """The running cluster, if one runs; a worker that is new to it gets its key and the server is told."""
     from .cluster import deployment
     from .cluster import state as state_module
 
     if state_module.lock_holder(state) is None:
-        return ""
+        return None
     cluster = deployment.read_cluster(state)
     if service == "worker_bridge" and worker and state_module.add_worker(state, worker):
         port = int(cluster.nats_url.rsplit(":", 1)[1])
         state_module.write_nats_config(state, port=port, monitor_port=cluster.monitor_port)
         os.kill(cluster.nats_pid, signal.SIGHUP)
         asyncio.run(_until_admitted(state, worker, cluster.nats_url))
-    return cluster.nats_url
+    return cluster
 
 
 async def _until_admitted(state: Path, worker: str, url: str) -> None:
