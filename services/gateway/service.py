@@ -242,6 +242,8 @@ class Gateway:
                 data = await http.read()
         except TimeoutError:
             raise faults.TooSlow from None
+        except web.HTTPRequestEntityTooLarge:
+            raise _too_large(limit) from None
         except web.RequestPayloadError as exc:
             raise BadRequest("cannot be decoded.", field="body", remedy="Look at Content-Encoding.") from exc
         try:
@@ -401,8 +403,6 @@ def _too_large(limit: int) -> TooLarge:
 def _of_http(exc: web.HTTPException, http: web.Request) -> PrefixbusError:
     """What aiohttp refuses, as an error of ours."""
     match exc:
-        case web.HTTPRequestEntityTooLarge():
-            return _too_large(http.app._client_max_size)
         case web.HTTPMethodNotAllowed():
             return faults.WrongMethod(f"{http.path} takes {exc.headers['Allow']}, not {http.method}.")
         case web.HTTPNotFound():
