@@ -163,6 +163,17 @@ def test_the_readmes_program_is_fifteen_lines_and_works(cluster: Cluster) -> Non
     assert end == "done"
 
 
+def test_the_program_with_our_client_that_the_documentation_shows_runs(cluster: Cluster) -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    (program,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "prefixbus.client" in each)
+    environ = {**os.environ, "NATS_URL": cluster.url, "PREFIXBUS_TOKEN": cluster.token}
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=15, env=environ)
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.strip()
+
+
 async def test_keepalives_break_a_silent_wait(cluster: Cluster, plain: Nats) -> None:
     # One engine paused: whichever request waits there hears keep-alives until it goes on.
     worker = next(iter(cluster.file.engines))
