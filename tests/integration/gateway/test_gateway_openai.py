@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from support.cluster import MODEL, Cluster
+from support.nats import eventually
 
 DOCUMENTATION = Path(__file__).resolve().parents[3] / "docs" / "operating.md"
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is in a KV cache?"}]
@@ -108,16 +109,21 @@ async def test_several_choices_come_whole_and_apart(openai: AsyncOpenAI) -> None
     assert sorted(ends) == [(0, "length"), (1, "length"), (2, "length")]
 
 
-async def test_a_tool_that_must_be_called_is_called(openai: AsyncOpenAI) -> None:
+async def test_a_tool_that_must_be_called_is_called_whole_and_streamed(openai: AsyncOpenAI) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tools: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
 
-    answer = await openai.chat.completions.create(model=MODEL, messages=QUESTION, tools=tools, tool_choice="required")
+    whole = await openai.chat.completions.create(model=MODEL, messages=QUESTION, tools=tools, tool_choice="required")
+    async with openai.chat.completions.stream(
+        model=MODEL, messages=QUESTION, tools=tools, tool_choice="required"
+    ) as stream:
+        streamed = await stream.get_final_completion()
 
-    (call,) = answer.choices[0].message.tool_calls or []
-    assert call.type == "function"
-    assert call.function.name == "weather"
-    assert "city" in json.loads(call.function.arguments)
+    for answer in (whole, streamed):
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "weather"
+        assert "city" in json.loads(call.function.arguments)
 
 
 async def test_log_probabilities_come_for_every_token(openai: AsyncOpenAI) -> None:
@@ -159,6 +165,19 @@ async def test_the_client_is_told_the_requests_id(openai: AsyncOpenAI) -> None:
     )
 
     assert (answer._request_id or "").startswith("mine-")
+
+
+async def test_the_id_that_the_client_is_told_is_the_one_that_explain_takes(
+    cluster: Cluster, openai: AsyncOpenAI
+) -> None:
+    answer = await openai.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1)
+    command = [sys.executable, "-m", "prefixbus", "explain", answer._request_id or "", "--state", str(cluster.state)]
+
+    async def is_explained() -> bool:
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=15)
+        return done.returncode == 0 and b"decided" in done.stdout
+
+    await eventually(is_explained, "its decision is on the record", 15)
 
 
 @pytest.mark.parametrize(
