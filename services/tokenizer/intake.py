@@ -76,16 +76,23 @@ _REFUSED = {
     "logits_processors": "",
     "logprob_token_ids": "Use top_logprobs.",
     "media_io_kwargs": "Only text is served.",
+    "mm_payload": "Send images as parts of a message.",
     "mm_processor_kwargs": "Only text is served.",
     "priority": "All requests of a tenant are equal.",
     "prompt_embeds": "Send prompt as text or token ids.",
     "prompt_logprobs": "",
+    "request_id": "Send it as a header.",
+    "return_mm_kwargs": "",
     "return_prompt_text": "",
     "return_token_ids": "Use resume.",
+    "return_token_offsets": "",
     "return_tokens_as_token_ids": "",
+    "routed_experts_prompt_start": "",
+    "stream_interval": "",
     "suffix": "",
     "repetition_detection": "Use repetition_penalty.",
     "truncate_prompt_tokens": "Shorten the prompt yourself.",
+    "truncation_side": "Shorten the prompt yourself.",
     "use_beam_search": "Use n.",
     "vllm_xargs": "",
     "watermarking": "",
@@ -323,6 +330,8 @@ def parse(
     if has_chat:
         return _chat(tree, parsers, takes_images)
     if has_prompt:
+        if tree.get("thinking_token_budget") is not None:
+            raise Unsupported("is for chats.", field="thinking_token_budget", remedy="Send messages.")
         return _completions(tree)
     raise BadRequest("is missing.", field="messages", remedy="Send messages (chat) or prompt (completions).")
 

@@ -107,6 +107,13 @@ BAD: dict[str, tuple[Any, str, str]] = {
         "stream_options.continuous_usage_stats",
     ),
     "the ids of the answer": ({**HELLO, "return_token_ids": True}, "unsupported", "return_token_ids"),
+    "a budget for thoughts of a completion": (
+        {**PROMPT, "thinking_token_budget": 5},
+        "unsupported",
+        "thinking_token_budget",
+    ),
+    "an id in the body": ({**PROMPT, "request_id": "mine"}, "unsupported", "request_id"),
+    "offsets of tokens": ({**HELLO, "return_token_offsets": True}, "unsupported", "return_token_offsets"),
     "a watermark": ({**PROMPT, "watermarking": True}, "unsupported", "watermarking"),
     "a resumption of another type": ({**PROMPT, "resume": [1]}, "bad_request", "resume"),
     "more said than may be": (
