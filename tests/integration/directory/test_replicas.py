@@ -195,7 +195,8 @@ async def snapshots_are_there(cluster: Cluster) -> None:
 async def test_without_any_directory_routers_decide_blind_and_afterwards_know_all_again(alone: Cluster) -> None:
     """The only one is killed under load. Requests go on, and their decisions say that they are blind; the next one
     loads the snapshot, and hits are back without a worker having been asked for anything."""
-    known = [chat(f"{number} was asked before the directory died. " * 30) for number in range(4)]
+    # Long enough to be worth the wait for a worker that the load keeps busy.
+    known = [chat(f"{number} was asked before the directory died. " * 400) for number in range(4)]
     operator = await alone.operator()
     async with await alone.client() as client, await Journal.of(alone) as journal:
         for body in known:

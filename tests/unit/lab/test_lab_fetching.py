@@ -159,9 +159,11 @@ def test_rules_have_the_host_store_too(load: Workload, rule: str) -> None:
 
 
 def test_what_is_pulled_is_recorded_and_not_computed(load: Workload) -> None:
-    result = run(WITH_PULLS, load)
+    # With room for it until its turn comes.
+    result = run(Setup(workers=4, kv_tokens=2 * KV_TOKENS, transfer_bandwidth=50e9), load)
 
     pulled = [one for one in result.served if one.pulled_tokens]
+    assert len(pulled) > 10
     assert {one.decision for one in pulled} == {"remote-pull"}
     assert all(one.transferred_bytes == one.pulled_tokens * TOKEN_BYTES for one in pulled)
     assert all((one.cached_tokens or 0) >= one.pulled_tokens for one in pulled)
