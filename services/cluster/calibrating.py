@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +39,9 @@ _DECODE = "vllm:request_decode_time_seconds"
 def calibrate(
     engine_url: Annotated[str, typer.Option(help="The engine's HTTP address.")],
     model: Annotated[str, typer.Option(help="The model that it serves, from config.toml.")] = "smollm2",
+    engine_key_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File with the key that the engine asks for.")
+    ] = None,
     state: State = DEFAULT_STATE,
     most_tokens: Annotated[
         int, typer.Option(min=64, max=131_072, help="Longest prompt; about 7 times as many are computed in all.")
@@ -49,6 +53,7 @@ def calibrate(
 ) -> None:
     """Measure an engine, and let routers begin with what it takes."""
     from ..bus import config as config_module
+    from ..bus import secretfile
     from ..bus.errors import ConfigInvalid
     from . import calibration, deployment
     from .state import write_atomically
@@ -62,7 +67,8 @@ def calibrate(
             f"{model} is not in {path} (it has {', '.join(sorted(config.models)) or 'none'}).", field="--model"
         )
     longest = min(most_tokens, section.max_model_len)
-    measured = asyncio.run(_measured(engine_url, model, section.block_size, longest, while_busy))
+    key = secretfile.read(engine_key_file).decode() if engine_key_file else ""
+    measured = asyncio.run(_measured(engine_url, key, model, section.block_size, longest, while_busy))
     typer.echo(f"{model}: {calibration.sentence(measured)}", err=True)
     if dry_run:
         return
@@ -73,13 +79,15 @@ def calibrate(
     typer.echo(f"written to {path}: routers and bridges begin with it when they are started again", err=True)
 
 
-async def _measured(engine_url: str, model: str, block_size: int, most_tokens: int, while_busy: bool) -> "Measured":
+async def _measured(
+    engine_url: str, key: str, model: str, block_size: int, most_tokens: int, while_busy: bool
+) -> "Measured":
     """:raises PrefixbusError: the engine cannot be measured; the sentence says why."""
     from ..bus.errors import WorkerLost, WorkerRefused
     from ..worker_bridge.engine import VllmHttp
     from . import calibration
 
-    engine = VllmHttp(engine_url, model)
+    engine = VllmHttp(engine_url, model, key)
     try:
         served = {each.id: each for each in await engine.served_models()}
         if model not in served:

@@ -3,6 +3,8 @@
 
 import contextlib
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +101,18 @@ async def test_an_engine_of_another_model_is_refused_by_name(strangers: Stranger
 async def test_an_engine_that_asks_for_a_key_says_so(strangers: Strangers) -> None:
     with pytest.raises(EngineFailed, match=r"asks for a key.*--engine-key-file"):
         await examined(strangers.right, key="wrong")
+
+
+def test_an_engine_that_asks_for_a_key_is_measured_with_it(strangers: Strangers, cluster: VllmCluster) -> None:
+    asked = ["calibrate", "--engine-url", strangers.right.url, "--model", MODEL, "--most-tokens", "512", "--dry-run"]
+    command = [sys.executable, "-m", "prefixbus", *asked, "--state", str(cluster.state)]
+
+    without = subprocess.run(command, capture_output=True, text=True)
+    with_it = subprocess.run([*command, "--engine-key-file", strangers.key_file], capture_output=True, text=True)
+
+    assert (without.returncode, with_it.returncode) == (1, 0), with_it.stderr
+    assert "--engine-key-file" in without.stderr
+    assert "ms" in with_it.stderr and KEY not in with_it.stderr
 
 
 async def test_an_engine_that_is_set_up_right_lacks_nothing(strangers: Strangers) -> None:
