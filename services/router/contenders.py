@@ -96,17 +96,19 @@ class _Contest:
         best: list[tuple[float, float, str, Available]] = []
         limit_ms = math.inf
         done: set[int] = set()
+        share = self._policy.queue_share
         for group in groups:
-            if id(group.model) in done or self._wait_ms(group, group.workers[0].queue_ms) > limit_ms:
+            # A wait is at least the queue's share: what a step adds is left to those that get a price.
+            if id(group.model) in done or share * group.workers[0].queue_ms > limit_ms:
                 continue
             figures = self._computed.get(id(group)) or self._figures(group)
             least_ms = self._speeds.least * (figures.prefill_ms + self._policy.new_kv_price * figures.kv_ms)
-            if self._wait_ms(group, self._shortest_queue_ms) + least_ms > limit_ms:
+            if share * self._shortest_queue_ms + least_ms > limit_ms:
                 # Those that find less have more to compute.
                 done.add(id(group.model))
                 continue
             for one in group.workers:
-                if self._wait_ms(group, one.queue_ms) + least_ms > limit_ms:
+                if share * one.queue_ms + least_ms > limit_ms:
                     break
                 price = self.prices.get(one.name) or self._price(group, figures, one, limit_ms)
                 if price is None or price[2] > limit_ms or (caps is not None and self.is_barred(one, caps)):
@@ -125,7 +127,7 @@ class _Contest:
             figures = self._computed.get(id(group)) or self._figures(group)
             for one in group.workers:
                 least_ms = self._speeds.least * figures.prefill_ms
-                if self._wait_ms(group, one.queue_ms) + least_ms > best_ms * _SLACK:
+                if self._policy.queue_share * one.queue_ms + least_ms > best_ms * _SLACK:
                     break
                 price = self.prices.get(one.name) or self._price(group, figures, one, math.inf)
                 if price is not None and price[1] < best_ms:
@@ -137,9 +139,6 @@ class _Contest:
         cached_tokens, ttft_ms, _ = self.prices[one.name]
         is_reserved = one.only_reserved
         return bool(barred(self._request, caps, cached_tokens, one.queue_ms, ttft_ms, only_reserved=is_reserved))
-
-    def _wait_ms(self, group: Group, queue_ms: float) -> float:
-        return cost.wait_ms(group.model, queue_ms, self._policy.queue_share)
 
     def _figures(self, group: Group) -> _Figures:
         model, prompt = group.model, self._request.prompt_tokens
@@ -154,7 +153,8 @@ class _Contest:
         pinned_tokens = worker.pinned_tokens
         speed = self._speeds.of(one) if one.name in self._speeds.odd else 1.0
         interference_ms = speed * cost.interference_ms(group.model, figures.created, pinned_tokens)
-        ttft_ms = self._wait_ms(group, one.queue_ms) + speed * figures.prefill_ms + interference_ms
+        wait_ms = cost.wait_ms(group.model, one.queue_ms, policy.queue_share)
+        ttft_ms = wait_ms + speed * figures.prefill_ms + interference_ms
         needed_tokens = figures.created + self._request.output_tokens
         if needed_tokens > worker.free_tokens:
             ttft_ms += cost.memory_wait_ms(needed_tokens, worker.free_tokens, pinned_tokens, policy.kv_turnover_ms)
