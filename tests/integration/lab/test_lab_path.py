@@ -87,9 +87,11 @@ async def test_the_lab_decides_as_a_live_cluster_does(tmp_path: Path) -> None:
     warm = [(one.decision, played.decision) for one, _, played in pairs if one.predicted_cached_tokens]
     assert len(warm) > REQUESTS / 4 and all(lived == played for lived, played in warm)
     assert [outcome.cached_tokens for _, outcome, _ in pairs] == [played.cached_tokens for _, _, played in pairs]
-    # Where cold ones go elsewhere, the live router found both as good: how busy a worker was of late is timing.
+    # Where cold ones go elsewhere, the live router found both as good: how busy a worker was of late is timing. Two in
+    # five ask about no document.
     elsewhere = [(one, played.worker) for one, _, played in pairs if one.selected_worker != played.worker]
-    assert len(elsewhere) <= REQUESTS // 5
+    assert len(elsewhere) < REQUESTS / 2
+    assert all(one.predicted_cached_tokens < one.prompt_tokens / 2 for one, _ in elsewhere)
     assert [costs_more_ms(one, other) for one, other in elsewhere if costs_more_ms(one, other) > NOISE_MS] == []
 
 
