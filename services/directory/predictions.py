@@ -7,8 +7,8 @@ Units: as index.py; times in seconds on the caller's monotonic clock.
 An announcement says what a request's prefill will leave behind: the chain, or only the part that the worker lacks
 (cheaper, and the same to a lookup). A request has one at most, of its latest attempt. It ends by `stored` (the last of
 it is there: from now on only events say what is), by `ended` or `drop` (the outcome is known), by expiry, or with its
-worker's slot. Router and worker tell of the same attempt by ways of
-their own: an end that overtook its announcement is remembered for a while."""
+worker's slot. Router and worker tell of the same attempt by ways of their own: an end that overtook its announcement is
+remembered for a while."""
 
 import heapq
 

@@ -65,15 +65,8 @@ def contenders(
 
 # What it finds in tokens, `ttft_ms` and `cost_ms`. Made for every worker of an idle fleet, so no more than a tuple.
 _Price = tuple[int, float, float]
-
-
-class _Figures(NamedTuple):
-    """What a group's workers would compute, and what that takes at speed 1."""
-
-    created: int
-    prefill_ms: float
-    kv_ms: float
-    work_ms: float
+# `cost.parts_ms` of what a group's workers would compute. The same.
+_Parts = tuple[float, float, float]
 
 
 class _Contest:
@@ -88,29 +81,32 @@ class _Contest:
         self._shortest_queue_ms = shortest_queue_ms
         self._now = now
         self.prices: dict[str, _Price] = {}
-        self._computed: dict[int, _Figures] = {}
+        self._computed: dict[int, _Parts] = {}
 
     def cheapest(self, groups: list[Group], count: int, caps: Caps | None = None) -> list[Available]:
         """The first `count` by `policy`'s order; with `caps`, of those that none bars. Groups that find most come
         first."""
         best: list[tuple[float, float, str, Available]] = []
         limit_ms = math.inf
-        done: set[int] = set()
-        share = self._policy.queue_share
+        # What the rest of a model's groups cost at least: those that find less have more to compute.
+        floor_ms: dict[int, float] = {}
+        share, new_kv_price = self._policy.queue_share, self._policy.new_kv_price
         for group in groups:
-            # A wait is at least the queue's share: what a step adds is left to those that get a price.
-            if id(group.model) in done or share * group.workers[0].queue_ms > limit_ms:
+            # A wait is at least the queue's share.
+            model = id(group.model)
+            if share * group.workers[0].queue_ms + floor_ms.get(model, 0.0) > limit_ms:
                 continue
-            figures = self._computed.get(id(group)) or self._figures(group)
-            least_ms = self._speeds.least * (figures.prefill_ms + self._policy.new_kv_price * figures.kv_ms)
-            if share * self._shortest_queue_ms + least_ms > limit_ms:
-                # Those that find less have more to compute.
-                done.add(id(group.model))
+            parts = self._computed.get(id(group)) or self._parts(group)
+            least_ms = self._speeds.least * (parts[0] + new_kv_price * parts[1])
+            is_over = share * self._shortest_queue_ms + least_ms > limit_ms
+            floor_ms[model] = math.inf if is_over else least_ms
+            if is_over:
                 continue
             for one in group.workers:
-                if share * one.queue_ms + least_ms > limit_ms:
+                wait_ms = cost.wait_ms(group.model, one.queue_ms, share)
+                if wait_ms + least_ms > limit_ms:
                     break
-                price = self.prices.get(one.name) or self._price(group, figures, one, limit_ms)
+                price = self.prices.get(one.name) or self._price(group, parts, one, wait_ms, limit_ms)
                 if price is None or price[2] > limit_ms or (caps is not None and self.is_barred(one, caps)):
                     continue
                 insort(best, (price[2], one.queue_ms, one.name, one))
@@ -124,12 +120,12 @@ class _Contest:
         """Who would have its first token first, and after how many ms."""
         best, best_ms = groups[0].workers[0], math.inf
         for group in groups:
-            figures = self._computed.get(id(group)) or self._figures(group)
+            parts = self._computed.get(id(group)) or self._parts(group)
             for one in group.workers:
-                least_ms = self._speeds.least * figures.prefill_ms
-                if self._policy.queue_share * one.queue_ms + least_ms > best_ms * _SLACK:
+                wait_ms = cost.wait_ms(group.model, one.queue_ms, self._policy.queue_share)
+                if wait_ms + self._speeds.least * parts[0] > best_ms * _SLACK:
                     break
-                price = self.prices.get(one.name) or self._price(group, figures, one, math.inf)
+                price = self.prices.get(one.name) or self._price(group, parts, one, wait_ms, math.inf)
                 if price is not None and price[1] < best_ms:
                     best, best_ms = one, price[1]
         return best, best_ms
@@ -140,29 +136,31 @@ class _Contest:
         is_reserved = one.only_reserved
         return bool(barred(self._request, caps, cached_tokens, one.queue_ms, ttft_ms, only_reserved=is_reserved))
 
-    def _figures(self, group: Group) -> _Figures:
-        model, prompt = group.model, self._request.prompt_tokens
-        created = max(1, prompt - group.cached_tokens)
-        figures = self._computed[id(group)] = _Figures(created, *cost.parts_ms(model, created, prompt))
-        return figures
+    def _parts(self, group: Group) -> _Parts:
+        prompt = self._request.prompt_tokens
+        parts = self._computed[id(group)] = cost.parts_ms(group.model, self._created(group), prompt)
+        return parts
 
-    def _price(self, group: Group, figures: _Figures, one: Available, limit_ms: float) -> _Price | None:
+    def _created(self, group: Group) -> int:
+        return max(1, self._request.prompt_tokens - group.cached_tokens)
+
+    def _price(self, group: Group, parts: _Parts, one: Available, wait_ms: float, limit_ms: float) -> _Price | None:
         """What `policy.price` says, to the last bit, but for a bonus and a pull; None if it is clearly over the
         limit."""
         policy, worker = self._policy, one.worker
-        pinned_tokens = worker.pinned_tokens
+        prefill_ms, kv_ms, work_ms = parts
+        created, pinned_tokens = self._created(group), worker.pinned_tokens
         speed = self._speeds.of(one) if one.name in self._speeds.odd else 1.0
-        interference_ms = speed * cost.interference_ms(group.model, figures.created, pinned_tokens)
-        wait_ms = cost.wait_ms(group.model, one.queue_ms, policy.queue_share)
-        ttft_ms = wait_ms + speed * figures.prefill_ms + interference_ms
-        needed_tokens = figures.created + self._request.output_tokens
+        interference_ms = speed * cost.interference_ms(group.model, created, pinned_tokens)
+        ttft_ms = wait_ms + speed * prefill_ms + interference_ms
+        needed_tokens = created + self._request.output_tokens
         if needed_tokens > worker.free_tokens:
             ttft_ms += cost.memory_wait_ms(needed_tokens, worker.free_tokens, pinned_tokens, policy.kv_turnover_ms)
-        cost_ms = ttft_ms + policy.new_kv_price * speed * figures.kv_ms + policy.decode_price * interference_ms
+        cost_ms = ttft_ms + policy.new_kv_price * speed * kv_ms + policy.decode_price * interference_ms
         if cost_ms > limit_ms:
             return None
         externality = cost.externality(worker.rho(self._now), policy.externality_cap)
-        cost_ms += externality * (speed * figures.work_ms)
+        cost_ms += externality * (speed * work_ms)
         price = self.prices[one.name] = group.cached_tokens, ttft_ms, cost_ms
         return price
 
